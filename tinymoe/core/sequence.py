@@ -1,0 +1,107 @@
+"""Request and Sequence: what is being generated; Chunk: which of its tokens run in this step.
+
+Prefill, decode and verification differ only in the length of a chunk.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from tinymoe.core.metrics import RequestMetrics
+from tinymoe.core.params import SamplingParams
+
+
+class Status(IntEnum):
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2  # waiting again, its pages are gone
+    FINISHED = 3
+
+
+class Request:
+    """One prompt and its n sequences. `number` counts arrivals and breaks ties between equal priorities."""
+
+    __slots__ = ("cache_salt", "metrics", "number", "params", "priority", "prompt", "prompt_logprobs", "prompt_token_ids",
+                 "request_id", "seed", "sequences")  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: str,
+        number: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ):
+        self.request_id = request_id
+        self.number = number
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.seed = seed
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.metrics = RequestMetrics()
+        self.prompt_logprobs: list | None = None
+        self.sequences: list[Sequence] = []
+
+    @property
+    def finished(self) -> bool:
+        return all(s.status is Status.FINISHED for s in self.sequences)
+
+
+class Sequence:
+    """One growing list of token ids of a request.
+
+    num_computed_tokens: leading tokens whose KV is in the cache. The scheduler's one rule is to let it catch up
+    with len(token_ids). row: its row in the block tables while it holds pages, else -1.
+    """
+
+    __slots__ = ("block_keys", "cumulative_logprob", "finish_reason", "index", "logprobs", "num_cached_tokens",
+                 "num_computed_tokens", "num_prompt_tokens", "request", "routed_experts", "row", "seed", "seq_id", "status",
+                 "stop_reason", "token_ids")  # fmt: skip
+
+    def __init__(self, seq_id: int, request: Request, index: int = 0):
+        self.seq_id = seq_id
+        self.request = request
+        self.index = index  # which of the request's n completions
+        self.seed = (request.seed + index) % 2**63
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0  # of its last admission
+        self.row = -1
+        self.block_keys: list[bytes] = []  # chained hash of each full block, extended as tokens arrive
+        self.status = Status.WAITING
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.logprobs: list[dict] = []
+        self.cumulative_logprob = 0.0
+        self.routed_experts = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sort key of its turn under policy "priority"; the first entry is dropped under "fcfs"."""
+        return (self.request.priority, self.request.number, self.index)
+
+    def __repr__(self):
+        return f"Sequence({self.seq_id}, {self.status.name}, {self.num_computed_tokens}/{self.num_tokens} computed)"
+
+
+class Chunk(NamedTuple):
+    """Positions start..stop-1 of seq run in this step; the last one yields a token if `samples`."""
+
+    seq: Sequence
+    start: int
+    stop: int
+    samples: bool
