@@ -1,1 +1,5 @@
+"""The seam to the kernels: one name per operation. Today each is the reference; Triton kernels take their place later."""
 
+from tinymoe.ops.reference import causal_attention, causal_mask, gather_pages, rms_norm, rope, topk_softmax
+
+__all__ = ["causal_attention", "causal_mask", "gather_pages", "rms_norm", "rope", "topk_softmax"]

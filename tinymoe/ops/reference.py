@@ -1,0 +1,107 @@
+"""What every kernel means, in plain torch: slow, readable, the definition of correct."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_HUGE = 3.0e38  # +inf logits become this, so that softmax stays finite and infinities still win
+
+
+def topk_softmax(
+    logits_TE: Tensor,
+    top_k: int,
+    *,
+    scoring: str = "softmax",
+    selection_bias_E: Tensor | None = None,
+    n_group: int = 1,
+    topk_group: int = 1,
+    renormalize: bool = True,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Choose `top_k` experts per token.
+
+    Scores are softmax over experts, or sigmoid of each (DeepSeek-V3, arXiv 2412.19437). The selection bias takes part
+    in choosing only. With groups, a group is worth the sum of its two best (biased) scores, and experts outside the
+    best `topk_group` groups cannot be chosen. Equal scores go to the lower expert. A NaN logit counts as -inf, +inf as
+    the largest float: ids are always distinct and in range.
+
+    Returns ids [T, K] int64, best first, and weights [T, K] float32 (of unbiased scores; divided by their sum if
+    `renormalize`, then times `scale`).
+    """
+    logits_TE = logits_TE.float()
+    logits_TE = torch.where(logits_TE.isnan(), -torch.inf, logits_TE).clamp(max=_HUGE)
+    if scoring == "softmax":
+        top = logits_TE.amax(-1, keepdim=True)
+        weights_TE = (logits_TE - torch.where(top == -torch.inf, 0.0, top)).exp()
+        # Choose by logit, not by probability: two logits can share one float32 probability.
+        scores_TE = logits_TE
+        total = weights_TE.sum(-1, keepdim=True)
+        weights_TE = weights_TE / torch.where(total == 0, 1.0, total)
+        if selection_bias_E is not None or n_group > 1:
+            scores_TE = weights_TE
+    else:
+        weights_TE = scores_TE = logits_TE.sigmoid()
+    if selection_bias_E is not None:
+        scores_TE = scores_TE + selection_bias_E.float()
+    if n_group > 1:
+        T, E = scores_TE.shape
+        grouped = scores_TE.view(T, n_group, E // n_group)
+        worth = grouped.topk(min(2, E // n_group), dim=-1).values.sum(-1)
+        best = worth.sort(dim=-1, descending=True, stable=True).indices[:, :topk_group]
+        allowed = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, best, True)
+        scores_TE = grouped.masked_fill(~allowed[..., None], -torch.inf).view(T, E)
+    ids_TK = scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights_TK = weights_TE.gather(1, ids_TK)
+    if renormalize:
+        total = weights_TK.sum(-1, keepdim=True)
+        weights_TK = weights_TK / torch.where(total == 0, 1.0, total)
+    return ids_TK, weights_TK * scale if scale != 1.0 else weights_TK
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) over the last axis, in float32, times weight (Zhang & Sennrich 2019)."""
+    return F.rms_norm(x.float(), (x.shape[-1],), eps=eps).to(x.dtype) * weight
+
+
+def rope(x_TNH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """Rotate the first 2R of H components: pairs (i, i + R), as Hugging Face checkpoints expect."""
+    R = cos_TR.shape[-1]
+    cos, sin = cos_TR[:, None, :].to(x_TNH.dtype), sin_TR[:, None, :].to(x_TNH.dtype)
+    a, b, rest = x_TNH[..., :R], x_TNH[..., R : 2 * R], x_TNH[..., 2 * R :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+def causal_attention(
+    q_TNH: Tensor, k_CGH: Tensor, v_CGH: Tensor, *, window: int | None = None
+) -> Tensor:
+    """Attention of one sequence's last T positions over all its C positions, each seeing itself and what came before.
+
+    Query head n reads key/value head n // (N / G). With `window`, only the last `window` positions, itself included.
+    Returns [T, N, H].
+    """
+    T, C, N, G = q_TNH.shape[0], k_CGH.shape[0], q_TNH.shape[1], k_CGH.shape[1]
+    mask_TC = causal_mask(T, C, window, q_TNH.device)
+    out = F.scaled_dot_product_attention(
+        q_TNH.transpose(0, 1)[None],
+        k_CGH.transpose(0, 1)[None],
+        v_CGH.transpose(0, 1)[None],
+        attn_mask=mask_TC,
+        enable_gqa=N != G,
+    )
+    return out[0].transpose(0, 1)
+
+
+def causal_mask(T: int, C: int, window: int | None, device) -> Tensor | None:
+    """Boolean [T, C], True where position C - T + t may look; None if everything is visible."""
+    if T == 1 and (window is None or C <= window):
+        return None
+    query = torch.arange(C - T, C, device=device)[:, None]
+    key = torch.arange(C, device=device)[None, :]
+    mask = key <= query
+    return mask if window is None else mask & (key > query - window)
+
+
+def gather_pages(cache_SGH: Tensor, blocks: Tensor, block_size: int, length: int) -> Tensor:
+    """The first `length` positions of one sequence, [length, G, H], from its block table `blocks` [B]."""
+    pages = cache_SGH.view(-1, block_size, *cache_SGH.shape[1:]).index_select(0, blocks)
+    return pages.flatten(0, 1)[:length]
