@@ -49,13 +49,16 @@ class EngineConfig:
             self.num_blocks is None or self.kv_cache_bytes is None,
             f"give num_blocks or kv_cache_bytes, not both (got {self.num_blocks} and {self.kv_cache_bytes})",
         )
-        require(self.policy in ("fcfs", "priority"), f"policy must be 'fcfs' or 'priority', got {self.policy!r}")
+        require(
+            self.policy in ("fcfs", "priority"), f"policy must be 'fcfs' or 'priority', got {self.policy!r}"
+        )
         require(
             self.long_prefill_token_threshold >= 0,
             f"long_prefill_token_threshold must not be negative, got {self.long_prefill_token_threshold}",
         )
         require(
-            isinstance(self.seed, int) and 0 <= self.seed < 2**63, f"seed must be an int in 0..2^63-1, got {self.seed!r}"
+            isinstance(self.seed, int) and 0 <= self.seed < 2**63,
+            f"seed must be an int in 0..2^63-1, got {self.seed!r}",
         )
 
     def model_len(self, model: ModelConfig) -> int:

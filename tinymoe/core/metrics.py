@@ -54,3 +54,15 @@ class EngineMetrics:
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
     commit_seconds: float = 0.0
+    _mark: float = 0.0
+
+    def start(self) -> None:
+        """Start the stopwatch of a step."""
+        self._mark = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        """Add the time since the last mark to `<part>_seconds`."""
+        now = time.perf_counter()
+        name = f"{part}_seconds"
+        setattr(self, name, getattr(self, name) + now - self._mark)
+        self._mark = now

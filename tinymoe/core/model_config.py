@@ -44,7 +44,9 @@ class RopeConfig:
     def __post_init__(self):
         require(self.theta > 0, f"rope theta must be positive, got {self.theta}")
         require(self.factor >= 1.0, f"rope factor must be at least 1, got {self.factor}")
-        require(0 < self.rotary_fraction <= 1, f"rotary_fraction must be in (0, 1], got {self.rotary_fraction}")
+        require(
+            0 < self.rotary_fraction <= 1, f"rotary_fraction must be in (0, 1], got {self.rotary_fraction}"
+        )
         if self.kind in ("llama3", "yarn"):
             require(
                 self.original_max_position_embeddings is not None,

@@ -15,7 +15,10 @@ def _as_tuple(value: Any, what: str, kind: type) -> tuple:
         return ()
     if isinstance(value, kind) and not isinstance(value, (list, tuple)):
         value = (value,)
-    require(isinstance(value, (list, tuple, set, frozenset)), f"{what} must be a list of {kind.__name__}, got {value!r}")
+    require(
+        isinstance(value, (list, tuple, set, frozenset)),
+        f"{what} must be a list of {kind.__name__}, got {value!r}",
+    )
     out = tuple(value)
     for item in out:
         ok = isinstance(item, kind) and not isinstance(item, bool)
@@ -70,11 +73,24 @@ class SamplingParams:
         put("bad_words", _as_tuple(self.bad_words, "bad_words", str))
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _as_tuple(self.allowed_token_ids, "allowed_token_ids", int))
-            require(len(self.allowed_token_ids) > 0, "allowed_token_ids must not be empty; use None for no restriction")
+            require(
+                len(self.allowed_token_ids) > 0,
+                "allowed_token_ids must not be empty; use None for no restriction",
+            )
         for name in ("n", "top_k", "min_tokens"):
             value = getattr(self, name)
-            require(isinstance(value, int) and not isinstance(value, bool), f"{name} must be an int, got {value!r}")
-        floats = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+            require(
+                isinstance(value, int) and not isinstance(value, bool),
+                f"{name} must be an int, got {value!r}",
+            )
+        floats = (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        )
         for name in floats:
             value = getattr(self, name)
             ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -84,7 +100,9 @@ class SamplingParams:
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         require(self.top_k >= -1, f"top_k must be 0 or -1 (off) or positive, got {self.top_k}")
         require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}")
-        require(self.repetition_penalty > 0, f"repetition_penalty must be positive, got {self.repetition_penalty}")
+        require(
+            self.repetition_penalty > 0, f"repetition_penalty must be positive, got {self.repetition_penalty}"
+        )
         for name in ("presence_penalty", "frequency_penalty"):
             require(-2 <= getattr(self, name) <= 2, f"{name} must be in [-2, 2], got {getattr(self, name)}")
         if self.seed is not None:
@@ -99,7 +117,9 @@ class SamplingParams:
         )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            ok = value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_LOGPROBS)
+            ok = value is None or (
+                isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_LOGPROBS
+            )
             require(ok, f"{name} must be None or 0..{MAX_LOGPROBS}, got {value!r}")
         require(all(self.stop), "stop strings must not be empty")
         require(all(self.bad_words), "bad_words must not be empty strings")

@@ -4,7 +4,7 @@ Prefill, decode and verification differ only in the length of a chunk.
 """
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tinymoe.core.metrics import RequestMetrics
 from tinymoe.core.params import SamplingParams
@@ -20,7 +20,7 @@ class Status(IntEnum):
 class Request:
     """One prompt and its n sequences. `number` counts arrivals and breaks ties between equal priorities."""
 
-    __slots__ = ("cache_salt", "metrics", "number", "params", "priority", "prompt", "prompt_logprobs", "prompt_token_ids",
+    __slots__ = ("bad_word_ids", "cache_salt", "error", "metrics", "num_cached_tokens", "number", "params", "priority", "prompt", "prompt_logprobs", "prompt_token_ids",
                  "request_id", "seed", "sequences")  # fmt: skip
 
     def __init__(
@@ -45,6 +45,9 @@ class Request:
         self.cache_salt = cache_salt
         self.metrics = RequestMetrics()
         self.prompt_logprobs: list | None = None
+        self.bad_word_ids: list[list[int]] = []
+        self.error: str | None = None
+        self.num_cached_tokens = 0
         self.sequences: list[Sequence] = []
 
     @property
@@ -61,7 +64,7 @@ class Sequence:
 
     __slots__ = ("block_keys", "cumulative_logprob", "finish_reason", "index", "logprobs", "num_cached_tokens",
                  "num_computed_tokens", "num_prompt_tokens", "request", "routed_experts", "row", "seed", "seq_id", "status",
-                 "stop_reason", "token_ids")  # fmt: skip
+                 "stop_reason", "text", "token_ids")  # fmt: skip
 
     def __init__(self, seq_id: int, request: Request, index: int = 0):
         self.seq_id = seq_id
@@ -80,6 +83,7 @@ class Sequence:
         self.logprobs: list[dict] = []
         self.cumulative_logprob = 0.0
         self.routed_experts = None
+        self.text: Any = None  # detokenizer state, if the engine has a tokenizer
 
     @property
     def num_tokens(self) -> int:

@@ -20,29 +20,74 @@ FIELDS: dict[str, tuple[str, ...]] = {
     # scheduler
     "arrive": ("request", "seq", "prompt_tokens", "priority"),  # a request joined the waiting line
     "step": ("budget", "used", "running", "waiting"),  # one engine step was scheduled (its last event)
-    "admit": ("request", "seq", "tokens", "cached"),  # waiting -> running; cached: tokens found in the prefix index
-    "chunk": ("seq", "start", "stop", "samples"),  # positions start..stop-1 run now; samples: 1 if a token follows
-    "wait": ("seq", "why"),  # head of the waiting line stays: 0 no token budget, 1 no seat, 2 no pages, 3 preempted in this step
+    "admit": (
+        "request",
+        "seq",
+        "tokens",
+        "cached",
+    ),  # waiting -> running; cached: tokens found in the prefix index
+    "chunk": (
+        "seq",
+        "start",
+        "stop",
+        "samples",
+    ),  # positions start..stop-1 run now; samples: 1 if a token follows
+    "wait": (
+        "seq",
+        "why",
+    ),  # head of the waiting line stays: 0 no token budget, 1 no seat, 2 no pages, 3 preempted in this step, 4 prefix on its way
     "preempt": ("seq", "lost"),  # running -> waiting; lost: computed tokens given up
     "fork": ("request", "parent", "child"),  # n > 1: child shares every page of the parent
     "finish": ("request", "seq", "reason", "tokens"),  # reason: index into FINISH_REASONS; tokens: generated
     # pages (blocks)
-    "alloc": ("seq", "index", "block"),  # entry `index` of seq's block table := block, taken from the free list
-    "share": ("seq", "index", "block", "refs"),  # entry := a block that others own too or that was cached; refs after
+    "alloc": (
+        "seq",
+        "index",
+        "block",
+    ),  # entry `index` of seq's block table := block, taken from the free list
+    "share": (
+        "seq",
+        "index",
+        "block",
+        "refs",
+    ),  # entry := a block that others own too or that was cached; refs after
     "cow": ("seq", "index", "old", "new"),  # copy-on-write: seq writes, so it leaves `old` to the others
     "free": ("block", "cached"),  # last owner gone; cached 1: kept in the prefix index until evicted
     "evict": ("block",),  # a cached block is reused: its prefix index entry is dropped
-    "hash": ("block", "parent", "key", "salt"),  # full block enters the prefix index; parent block or -1; key: 48 bits of its hash
+    "hash": (
+        "block",
+        "parent",
+        "key",
+        "salt",
+    ),  # full block enters the prefix index; parent block or -1; key: 48 bits of its hash
     "hit": ("seq", "blocks", "tokens"),  # prefix lookup result (0 blocks: a miss)
     "undo": ("seq", "start", "stop"),  # uncommitted tokens start..stop-1 were rolled back
     # model
-    "route": ("layer", "seq", "position", "experts", "gates", "margin"),  # gates in 1/1000, margin in 1e-6 (see below)
-    "kernel": ("layer", "path", "tokens", "experts"),  # expert path (index into PATHS), distinct experts touched
+    "route": (
+        "layer",
+        "seq",
+        "position",
+        "experts",
+        "gates",
+        "margin",
+    ),  # gates in 1/1000, margin in 1e-6 (see below)
+    "kernel": (
+        "layer",
+        "path",
+        "tokens",
+        "experts",
+    ),  # expert path (index into PATHS), distinct experts touched
     "sample": ("request", "seq", "position", "token"),  # token chosen for `position`
 }
 TUPLES = frozenset({"experts", "gates"})
 FINISH_REASONS = ("stop", "length", "abort", "error")
-WAIT_REASONS = ("no token budget", "no seat (max_num_seqs)", "no pages", "a request was preempted in this step")
+WAIT_REASONS = (
+    "no token budget",
+    "no seat (max_num_seqs)",
+    "no pages",
+    "a request was preempted in this step",
+    "its prefix is being computed by another request in this step",
+)
 PATHS = ("loop", "gather", "grouped", "masked", "blocked")
 # route.margin: gap between the last chosen and the first rejected expert's score; below 1000 (1e-3) the choice may
 # differ between machines in the last bit, so comparisons skip such events.
@@ -61,7 +106,9 @@ class Event(NamedTuple):
         try:
             return self.data[name]
         except KeyError:
-            raise AttributeError(f"event {self.kind!r} has no field {name!r}; it has {FIELDS[self.kind]}") from None
+            raise AttributeError(
+                f"event {self.kind!r} has no field {name!r}; it has {FIELDS[self.kind]}"
+            ) from None
 
     def to_json(self) -> list:
         return [self.step, self.kind, self.src, *(_plain(self.data[f]) for f in FIELDS[self.kind])]
@@ -82,11 +129,15 @@ class Recording(list[Event]):
         """Raises ValueError for another schema, an unknown kind, or a wrong number of fields."""
         body = json.loads(text)
         if body.get("schema") != SCHEMA:
-            raise ValueError(f"trace schema {SCHEMA} wanted, got {body.get('schema')!r}: record the trace again")
+            raise ValueError(
+                f"trace schema {SCHEMA} wanted, got {body.get('schema')!r}: record the trace again"
+            )
         events = cls()
         for i, (step, kind, src, *values) in enumerate(body["events"]):
             if kind not in FIELDS or len(values) != len(FIELDS[kind]):
-                raise ValueError(f"event {i}: kind {kind!r} with {len(values)} fields; known: {sorted(FIELDS)}")
+                raise ValueError(
+                    f"event {i}: kind {kind!r} with {len(values)} fields; known: {sorted(FIELDS)}"
+                )
             data = {f: tuple(v) if f in TUPLES else v for f, v in zip(FIELDS[kind], values)}
             events.append(Event(i, step, kind, src, data))
         return events

@@ -67,7 +67,9 @@ class CausalAttend:
         mask = None
         if window is not None and window < self.length:
             mask = ops.causal_mask(self.length, self.length, window, q_TNH.device)
-        q, k, v = (t.view(self.batch, self.length, *t.shape[1:]).transpose(1, 2) for t in (q_TNH, k_TGH, v_TGH))
+        q, k, v = (
+            t.view(self.batch, self.length, *t.shape[1:]).transpose(1, 2) for t in (q_TNH, k_TGH, v_TGH)
+        )
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )

@@ -25,7 +25,9 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = MLP(config.hidden_size, layer.intermediate_size, act, config.mlp_bias)
 
-    def forward(self, x_TD: Tensor, cos_TR: Tensor, sin_TR: Tensor, attend: Attend, sink: RouteSink | None) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, cos_TR: Tensor, sin_TR: Tensor, attend: Attend, sink: RouteSink | None
+    ) -> Tensor:
         x_TD = x_TD + self.attention(self.attn_norm(x_TD), cos_TR, sin_TR, attend)
         h_TD = self.mlp_norm(x_TD)
         return x_TD + (self.mlp(h_TD, sink) if isinstance(self.mlp, MoE) else self.mlp(h_TD))

@@ -70,9 +70,13 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     if rope.kind == "llama3":
         wavelength = 2 * math.pi / freq
         low, high = original / rope.low_freq_factor, original / rope.high_freq_factor
-        blend = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        blend = (original / wavelength - rope.low_freq_factor) / (
+            rope.high_freq_factor - rope.low_freq_factor
+        )
         mixed = (1 - blend) * freq / rope.factor + blend * freq
-        return torch.where(wavelength > low, freq / rope.factor, torch.where(wavelength < high, freq, mixed)), 1.0
+        return torch.where(
+            wavelength > low, freq / rope.factor, torch.where(wavelength < high, freq, mixed)
+        ), 1.0
     return _yarn_frequencies(rope, dim, freq, original)
 
 
@@ -103,7 +107,9 @@ class Rotary(nn.Module):
     def __init__(self, rope: RopeConfig, head_dim: int):
         super().__init__()
         self.rope, self.head_dim = rope, head_dim
-        self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}  # not a buffer: survives meta and dtype casts
+        self._frequencies: dict[
+            torch.device, tuple[Tensor, float]
+        ] = {}  # not a buffer: survives meta and dtype casts
 
     def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] int64 -> cos [T, R], sin [T, R], float32."""

@@ -71,9 +71,7 @@ def rope(x_TNH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 
 
-def causal_attention(
-    q_TNH: Tensor, k_CGH: Tensor, v_CGH: Tensor, *, window: int | None = None
-) -> Tensor:
+def causal_attention(q_TNH: Tensor, k_CGH: Tensor, v_CGH: Tensor, *, window: int | None = None) -> Tensor:
     """Attention of one sequence's last T positions over all its C positions, each seeing itself and what came before.
 
     Query head n reads key/value head n // (N / G). With `window`, only the last `window` positions, itself included.
@@ -93,7 +91,7 @@ def causal_attention(
 
 def causal_mask(T: int, C: int, window: int | None, device) -> Tensor | None:
     """Boolean [T, C], True where position C - T + t may look; None if everything is visible."""
-    if T == 1 and (window is None or C <= window):
+    if T == 1 and (window is None or window >= C):
         return None
     query = torch.arange(C - T, C, device=device)[:, None]
     key = torch.arange(C, device=device)[None, :]

@@ -1,0 +1,242 @@
+"""Page accounting: block tables, copy-on-write, prefix hits, and undo.
+
+One step of the engine is one transaction: `reserve(chunks)` takes the worst case of blocks before the forward pass,
+`place(layer)` says during it where each token's KV goes, and `settle()` makes it permanent, or `undo()` takes it all
+back. Routing is known only inside the forward pass, so a cache with tables per expert would reserve its bound here and
+place by expert; attention that shares its KV, as here, places every layer alike.
+
+Paged attention: Kwon et al., SOSP 2023, arXiv 2309.06180. Python and numpy only.
+"""
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from tinymoe.cache.pool import BlockPool
+from tinymoe.cache.prefix import PrefixIndex, block_key, root_key, short
+from tinymoe.core.sequence import Chunk, Sequence
+from tinymoe.core.trace import Trace
+
+
+class BlockManager:
+    """Block tables of all running sequences over one pool.
+
+    A sequence holds a row of `tables` [max_num_seqs, max_blocks] int32 from `admit` (or `fork`) until `free`.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        enable_prefix_caching: bool = True,
+        trace: Trace | None = None,
+    ):
+        self.trace = trace or Trace()
+        self.block_size = block_size
+        self.prefix = PrefixIndex() if enable_prefix_caching else None
+        self.pool = BlockPool(num_blocks, self.prefix, self.trace)
+        self.tables = np.full((max_num_seqs, self.blocks_for(max_model_len)), -1, dtype=np.int32)
+        self.lengths = np.zeros(max_num_seqs, dtype=np.int64)
+        self.copies: list[
+            tuple[int, int]
+        ] = []  # (old, new) blocks whose content must be copied before this forward
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._chunks: list[Chunk] = []
+        self._log: list[tuple[int, int, int, int]] = []  # (row, index, old or -1, new) of this step, for undo
+        self._slots: tuple[np.ndarray, np.ndarray] | None = None
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    # A sequence comes and goes
+
+    def lookup(self, seq: Sequence) -> list[int]:
+        """Blocks of the longest cached prefix, at most all but the last token: its logits are still needed."""
+        if self.prefix is None or seq.request.params.prompt_logprobs is not None:
+            return []
+        usable = (seq.num_tokens - 1) // self.block_size
+        self._extend_keys(seq, usable)
+        return self.prefix.find(seq.block_keys[:usable])
+
+    def fits(self, hits: Seq[int], num_tokens: int) -> bool:
+        """Whether a sequence of `num_tokens` with these prefix hits could get all its blocks now."""
+        revived = sum(self.pool.is_free(b) for b in hits)
+        return self.blocks_for(num_tokens) - len(hits) <= self.pool.num_free - revived
+
+    def admit(self, seq: Sequence, hits: Seq[int]) -> None:
+        """Give `seq` a row that starts with the shared blocks `hits`; sets its computed and cached token counts."""
+        row = seq.row = self._free_rows.pop()
+        for index, block in enumerate(hits):
+            refs = self.pool.share(block)
+            self.tables[row, index] = block
+            if self.trace.on:
+                src = f"{__name__}:BlockManager.admit#prefix-hit"
+                self.trace.emit("share", src, seq=seq.seq_id, index=index, block=block, refs=refs)
+        self.lengths[row] = len(hits)
+        seq.num_computed_tokens = seq.num_cached_tokens = len(hits) * self.block_size
+        if self.trace.on:
+            src = f"{__name__}:BlockManager.admit#longest-known-prefix"
+            self.trace.emit("hit", src, seq=seq.seq_id, blocks=len(hits), tokens=seq.num_cached_tokens)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child` share every block of `parent`, the last, partly filled one too."""
+        row = child.row = self._free_rows.pop()
+        length = self.lengths[row] = self.lengths[parent.row]
+        self.tables[row, :length] = self.tables[parent.row, :length]
+        for index in range(length):
+            block = int(self.tables[row, index])
+            refs = self.pool.share(block)
+            if self.trace.on:
+                src = f"{__name__}:BlockManager.fork#same-prompt"
+                self.trace.emit("share", src, seq=child.seq_id, index=index, block=block, refs=refs)
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.block_keys = list(parent.block_keys)
+
+    def free(self, seq: Sequence) -> None:
+        """Give up all blocks and the row. Last blocks first: the tail of a prefix is evicted before its head."""
+        self.truncate(seq, 0)
+        self._free_rows.append(seq.row)
+        seq.row = -1
+
+    def truncate(self, seq: Sequence, num_tokens: int) -> None:
+        """Keep only the blocks that the first `num_tokens` tokens need."""
+        keep, row = self.blocks_for(num_tokens), seq.row
+        for index in range(int(self.lengths[row]) - 1, keep - 1, -1):
+            self.pool.release(int(self.tables[row, index]))
+            self.tables[row, index] = -1
+        self.lengths[row] = min(self.lengths[row], keep)
+
+    # One step
+
+    def reserve(self, chunks: Seq[Chunk]) -> bool:
+        """Take every block that these chunks will write, or nothing at all.
+
+        A chunk that starts inside a block which others own too gets a copy of it (copy-on-write). Calls add up until
+        `settle` or `undo`. Returns False, with nothing changed, if the pool cannot serve them all.
+        """
+        if not chunks:
+            return True
+        rows, starts, stops = _spans(chunks)
+        first = starts // self.block_size
+        have = self.lengths[rows]
+        missing = -(-stops // self.block_size) - have
+        writes_old = np.flatnonzero(first < have)
+        old = self.tables[rows[writes_old], first[writes_old]]
+        shared = self.pool.refs[old] > 1
+        copies = self._copies_needed(old[shared])
+        if int(np.maximum(missing, 0).sum()) + copies > self.pool.num_free:
+            return False
+        for i in writes_old[shared]:
+            self._copy_on_write(chunks[i], int(rows[i]), int(first[i]))
+        for i in np.flatnonzero(missing > 0):
+            for index in range(int(have[i]), int(have[i] + missing[i])):
+                self._append(chunks[i], int(rows[i]), index)
+        self._chunks.extend(chunks)
+        self._slots = None
+        return True
+
+    def place(self, layer: int = 0, ids: np.ndarray | None = None) -> np.ndarray:
+        """Slot (block · block_size + offset) of every token of the reserved chunks, in order, int64 [T].
+
+        `layer` and `ids` (the layer's routes) matter only to caches with tables per layer and expert.
+        """
+        return self._positions_and_slots()[1]
+
+    def positions(self) -> np.ndarray:
+        """Position of every token of the reserved chunks, in order, int64 [T]."""
+        return self._positions_and_slots()[0]
+
+    def settle(self) -> None:
+        """The forward pass is done: tokens up to each chunk's stop are computed, full blocks enter the prefix index."""
+        for seq, start, stop, _ in self._chunks:
+            seq.num_computed_tokens = stop
+            if self.prefix is not None and stop // self.block_size > start // self.block_size:
+                self._index_blocks(seq, start // self.block_size, stop // self.block_size)
+        self._end_step()
+
+    def undo(self) -> None:
+        """Take back every block of this step, newest first: tables, counts and free list are as before `reserve`."""
+        for row, index, old, new in reversed(self._log):
+            self.pool.release(new)
+            self.tables[row, index] = old
+            if old == -1:
+                self.lengths[row] -= 1
+            else:
+                self.pool.share(old)
+        for seq, start, stop, _ in self._chunks:
+            if self.trace.on:
+                src = f"{__name__}:BlockManager.undo#forward-failed"
+                self.trace.emit("undo", src, seq=seq.seq_id, start=start, stop=stop)
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self._chunks, self._log, self.copies, self._slots = [], [], [], None
+
+    # Details
+
+    def _copies_needed(self, shared_blocks: np.ndarray) -> int:
+        """Each writer of a shared block copies it, except the last of its owners, which may keep it."""
+        if not len(shared_blocks):
+            return 0
+        blocks, writers = np.unique(shared_blocks, return_counts=True)
+        return int(np.minimum(writers, self.pool.refs[blocks] - 1).sum())
+
+    def _copy_on_write(self, chunk: Chunk, row: int, index: int) -> None:
+        old = int(self.tables[row, index])
+        if self.pool.refs[old] == 1:  # earlier writers of this step have left it to us
+            return
+        new = self.pool.take()
+        self.pool.release(old)
+        self.tables[row, index] = new
+        self.copies.append((old, new))
+        self._log.append((row, index, old, new))
+        if self.trace.on:
+            src = f"{__name__}:BlockManager._copy_on_write#others-own-it-too"
+            self.trace.emit("cow", src, seq=chunk.seq.seq_id, index=index, old=old, new=new)
+
+    def _append(self, chunk: Chunk, row: int, index: int) -> None:
+        block = self.pool.take()
+        self.tables[row, index] = block
+        self.lengths[row] = index + 1
+        self._log.append((row, index, -1, block))
+        if self.trace.on:
+            src = f"{__name__}:BlockManager._append#table-is-full"
+            self.trace.emit("alloc", src, seq=chunk.seq.seq_id, index=index, block=block)
+
+    def _positions_and_slots(self) -> tuple[np.ndarray, np.ndarray]:
+        if self._slots is None:
+            rows, starts, stops = _spans(self._chunks)
+            counts = stops - starts
+            before = np.cumsum(counts) - counts
+            positions = np.arange(counts.sum()) + np.repeat(starts - before, counts)
+            blocks = self.tables[np.repeat(rows, counts), positions // self.block_size].astype(np.int64)
+            self._slots = positions, blocks * self.block_size + positions % self.block_size
+        return self._slots
+
+    def _extend_keys(self, seq: Sequence, num_blocks: int) -> None:
+        size, keys = self.block_size, seq.block_keys
+        for i in range(len(keys), num_blocks):
+            parent = keys[-1] if keys else root_key(seq.request.cache_salt)
+            keys.append(block_key(parent, seq.token_ids[i * size : (i + 1) * size]))
+
+    def _index_blocks(self, seq: Sequence, start: int, stop: int) -> None:
+        assert self.prefix is not None
+        self._extend_keys(seq, stop)
+        for index in range(start, stop):
+            block, key = int(self.tables[seq.row, index]), seq.block_keys[index]
+            if self.prefix.add(key, block) and self.trace.on:
+                src = f"{__name__}:BlockManager._index_blocks#block-is-full"
+                parent = int(self.tables[seq.row, index - 1]) if index else -1
+                salt = short(root_key(seq.request.cache_salt))
+                self.trace.emit("hash", src, block=block, parent=parent, key=short(key), salt=salt)
+
+
+def _spans(chunks: Seq[Chunk]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    n = len(chunks)
+    rows = np.fromiter((c[0].row for c in chunks), dtype=np.int64, count=n)
+    starts = np.fromiter((c[1] for c in chunks), dtype=np.int64, count=n)
+    stops = np.fromiter((c[2] for c in chunks), dtype=np.int64, count=n)
+    return rows, starts, stops

@@ -1,0 +1,63 @@
+"""From sequences to what the caller sees: texts, logprobs with decoded tokens, RequestOutput."""
+
+from torch import Tensor
+
+from tinymoe.core.outputs import CompletionOutput, RequestOutput
+from tinymoe.core.sequence import Chunk, Request, Sequence
+from tinymoe.engine.intake import Text
+from tinymoe.engine.sampling import prompt_logprobs
+
+
+class Reporter:
+    """Builds outputs; `text` decodes tokens, or is None for an engine that only knows ids."""
+
+    def __init__(self, text: Text | None):
+        self.text = text
+
+    def named(self, entry: dict) -> dict:
+        """Fill in decoded_token of {token id: Logprob}."""
+        if self.text is not None:
+            for token, logprob in entry.items():
+                logprob.decoded_token = self.text.decode_token(token)
+        return entry
+
+    def keep_prompt_logprobs(self, chunk: Chunk, logits_TV: Tensor) -> None:
+        """Rows start..stop-1 of the prompt predict tokens start+1..stop; the first token has no prediction."""
+        request = chunk.seq.request
+        ids, have = request.prompt_token_ids, request.prompt_logprobs or [None]
+        start = len(have) - 1  # a prompt that is recomputed repeats rows that are already here
+        stop = min(chunk.stop, len(ids) - 1)
+        if stop > start >= chunk.start:
+            rows_TV = logits_TV[start - chunk.start : stop - chunk.start]
+            count = request.params.prompt_logprobs or 0
+            have += [
+                self.named(entry) for entry in prompt_logprobs(rows_TV, ids[start + 1 : stop + 1], count)
+            ]
+        request.prompt_logprobs = have
+
+    def completion(self, seq: Sequence) -> CompletionOutput:
+        wants = seq.request.params.logprobs is not None
+        return CompletionOutput(
+            index=seq.index,
+            text=seq.text.text if seq.text is not None else "",
+            token_ids=seq.output_token_ids,
+            cumulative_logprob=seq.cumulative_logprob if wants else None,
+            logprobs=list(seq.logprobs) if wants else None,
+            finish_reason=seq.finish_reason,
+            stop_reason=seq.stop_reason,
+            routed_experts=seq.routed_experts,
+        )
+
+    def output(self, request: Request) -> RequestOutput:
+        """The request as it stands."""
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[self.completion(seq) for seq in request.sequences],
+            finished=request.finished,
+            num_cached_tokens=request.num_cached_tokens,
+            metrics=request.metrics,
+            prompt_logprobs=request.prompt_logprobs,
+            error=request.error,
+        )

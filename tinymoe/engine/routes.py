@@ -1,0 +1,69 @@
+"""Who visited which expert: counters that are always on, the experts of every token, and route events for listeners."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinymoe.cache.storage import KVStorage
+from tinymoe.core.model_config import ModelConfig
+from tinymoe.core.trace import PATHS, Trace
+from tinymoe.engine.batch import Batch
+
+
+class RouteRecorder:
+    """The engine's RouteSink. load [L, E] int64 counts tokens per expert since the start; rows of dense layers stay 0.
+
+    distinct [L] and routed_steps give the mean number of experts that a step has to read.
+    """
+
+    def __init__(self, config: ModelConfig, storage: KVStorage, trace: Trace, path: str = "loop"):
+        self.path = PATHS.index(path)
+        self.storage = storage
+        self.trace = trace
+        self.load = np.zeros((config.num_hidden_layers, config.max_experts), dtype=np.int64)
+        self.distinct = np.zeros(config.num_hidden_layers, dtype=np.int64)
+        self.routed_steps = 0
+        self._batch: Batch | None = None
+
+    def begin(self, batch: Batch) -> None:
+        self._batch = batch
+        self.routed_steps += 1
+
+    def route(self, layer: int, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+        """Called by each MoE layer of the step."""
+        assert self._batch is not None
+        counts = torch.bincount(ids_TK.reshape(-1), minlength=logits_TE.shape[1]).cpu().numpy()
+        self.load[layer, : len(counts)] += counts
+        self.distinct[layer] += np.count_nonzero(counts)
+        if self.storage.experts is not None:
+            self.storage.experts[self._batch.slots, layer, : ids_TK.shape[1]] = ids_TK.to(torch.int16)
+        if self.trace.on:
+            self._emit(layer, logits_TE, ids_TK, weights_TK, int(np.count_nonzero(counts)))
+
+    def _emit(self, layer: int, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, distinct: int) -> None:
+        assert self._batch is not None
+        src = f"{__name__}:RouteRecorder._emit#top-k"
+        K = ids_TK.shape[1]
+        best = logits_TE.softmax(-1).sort(-1, descending=True).values
+        margins = best[:, K - 1] - best[:, K] if best.shape[1] > K else torch.ones(best.shape[0])
+        experts, gates = ids_TK.tolist(), (weights_TK * 1000).round().int().tolist()
+        positions, gaps = self._batch.positions.tolist(), (margins * 1e6).int().tolist()
+        for (seq, *_), span in zip(self._batch.chunks, self._batch.spans):
+            for t in range(span.start, span.stop):
+                self.trace.emit(
+                    "route",
+                    src,
+                    layer=layer,
+                    seq=seq.seq_id,
+                    position=positions[t],
+                    experts=tuple(experts[t]),
+                    gates=tuple(gates[t]),
+                    margin=gaps[t],
+                )
+        src = f"{__name__}:RouteRecorder._emit#expert-path"
+        self.trace.emit("kernel", src, layer=layer, path=self.path, tokens=len(experts), experts=distinct)
+
+    def max_over_mean(self) -> np.ndarray:
+        """Per MoE layer: tokens of the busiest expert over the mean, float64 [layers]. Empty for a dense model."""
+        used = self.load[self.load.sum(1) > 0].astype(np.float64)
+        return used.max(1) / used.mean(1) if len(used) else np.zeros(0)

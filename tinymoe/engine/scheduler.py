@@ -1,0 +1,268 @@
+"""The scheduler: which tokens run in the next step.
+
+One rule, as in vLLM's V1 engine: there are no prefill and decode phases; every sequence catches up its computed tokens with
+its tokens, within the step's token budget (continuous batching: Orca, OSDI 2022; chunked prefill: Sarathi-Serve, arXiv
+2403.02310). When pages run out, the sequence whose turn is last gives up its pages and is recomputed later.
+"""
+
+import time
+from bisect import insort
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tinymoe.cache.blocks import BlockManager
+from tinymoe.core.config import EngineConfig
+from tinymoe.core.metrics import EngineMetrics
+from tinymoe.core.sequence import Chunk, Sequence, Status
+from tinymoe.core.trace import Trace
+
+Order = Callable[[Sequence], tuple]
+
+
+class Candidate(NamedTuple):
+    """A sequence that wants more than one token: where it starts, and how many it still needs."""
+
+    seq: Sequence
+    start: int
+    need: int
+
+
+class Scheduler:
+    """Waiting line, running set, and the choice of chunks. Torch-free."""
+
+    def __init__(self, config: EngineConfig, blocks: BlockManager, metrics: EngineMetrics, trace: Trace):
+        self.config = config
+        self.blocks = blocks
+        self.metrics = metrics
+        self.trace = trace
+        self.waiting: list[Sequence] = []  # in order of turn
+        self.running: list[Sequence] = []  # in order of admission
+        skip = 0 if config.policy == "priority" else 1
+        self._order: Order = lambda seq: seq.order[skip:]
+
+    def add(self, seq: Sequence) -> None:
+        """Join the waiting line."""
+        insort(self.waiting, seq, key=self._order)
+        if self.trace.on:
+            self.trace.emit(
+                "arrive",
+                f"{__name__}:Scheduler.add#line-up",
+                request=seq.request.number,
+                seq=seq.seq_id,
+                prompt_tokens=seq.num_prompt_tokens,
+                priority=seq.request.priority,
+            )
+
+    def schedule(self) -> list[Chunk]:
+        """Choose and reserve the chunks of one step; empty only when there is nothing to run.
+
+        Running sequences come first (those that decode before those that still read their prompt), then the waiting
+        line in order. Nobody is admitted in a step that had to preempt.
+        """
+        chunks, shares = self._plan(admit=True)
+        preempted = False
+        while not self.blocks.reserve(chunks):
+            self._preempt(max(self.running, key=self._order))
+            preempted = True
+            chunks, shares = self._plan(admit=False)
+        if preempted:
+            self._note_wait(3)
+        chunks += self._admit(shares)
+        self._record(chunks)
+        return chunks
+
+    def _plan(self, admit: bool) -> tuple[list[Chunk], list[tuple[Sequence, int]]]:
+        """Chunks of the running sequences, and (waiting sequence, tokens) for those to be admitted."""
+        budget = self.config.max_num_batched_tokens
+        chunks: list[Chunk] = []
+        catching_up: list[Sequence] = []
+        for seq in self.running:
+            computed, total = seq.num_computed_tokens, len(seq.token_ids)
+            if total - computed > 1:
+                catching_up.append(seq)
+            elif budget:
+                chunks.append(Chunk(seq, computed, total, True))
+                budget -= 1
+        candidates = [
+            Candidate(seq, seq.num_computed_tokens, seq.num_tokens - seq.num_computed_tokens)
+            for seq in catching_up
+        ]
+        if admit and self.waiting:
+            candidates += self._candidates(budget)
+            candidates = self._without_twins(candidates, self._share(budget, candidates))
+        shares = []
+        for (seq, start, _), n in zip(candidates, self._share(budget, candidates)):
+            if n and seq.status is Status.RUNNING:
+                chunks.append(Chunk(seq, start, start + n, start + n == seq.num_tokens))
+            elif n:
+                shares.append((seq, n))
+        return chunks, shares
+
+    def _candidates(self, budget: int) -> list[Candidate]:
+        """The head of the waiting line, as far as seats and (for short prompts) the budget reach."""
+        seats = self.config.max_num_seqs - sum(self._seats(s) for s in self.running)
+        found = []
+        for seq in self.waiting:
+            seats -= self._seats(seq)
+            if seats < 0:
+                self._note_wait(1)
+                break
+            if budget <= 0:
+                self._note_wait(0)
+                break
+            cached = len(self.blocks.lookup(seq)) * self.blocks.block_size
+            need = seq.num_tokens - cached
+            found.append(Candidate(seq, cached, need))
+            if need <= self.config.long_prefill:
+                budget -= need
+        return found
+
+    def _without_twins(self, candidates: list[Candidate], tokens: list[int]) -> list[Candidate]:
+        """Leave out a waiting sequence whose next missing block is being computed in this very step by another one:
+        one step later it finds that block in the prefix index instead of computing it twice."""
+        if self.blocks.prefix is None:
+            return candidates
+        size, computing, kept = self.blocks.block_size, set(), []
+        for candidate, n in zip(candidates, tokens):
+            seq, start, _ = candidate
+            keys = seq.block_keys[start // size : (start + n) // size]
+            if seq.status is Status.RUNNING or not keys or keys[0] not in computing:
+                computing.update(keys)
+                kept.append(candidate)
+            elif self.trace.on:
+                src = f"{__name__}:Scheduler._without_twins#prefix-on-its-way"
+                self.trace.emit("wait", src, seq=seq.seq_id, why=4)
+        return kept
+
+    def _share(self, budget: int, candidates: list[Candidate]) -> list[int]:
+        """Split the budget over prefills, first come first served, except that long ones together get at most half
+        (rounded up) while a short one is there; what the short ones leave goes back to the long ones.
+
+        So a long prompt cannot keep short ones waiting, nor they it, and no token of the budget idles while
+        somebody could use it.
+        """
+        limit = self.config.long_prefill
+        needs = [c.need for c in candidates]
+        is_long = [need > limit for need in needs]
+        for_long = (budget + 1) // 2 if not all(is_long) else budget
+        tokens = [0] * len(needs)
+        for i, need in enumerate(needs):
+            if is_long[i]:
+                tokens[i] = min(need, for_long)
+                for_long -= tokens[i]
+        budget -= sum(tokens)
+        for wanted in (False, True):
+            for i, need in enumerate(needs):
+                if is_long[i] is wanted:
+                    extra = min(need - tokens[i], budget)
+                    tokens[i] += extra
+                    budget -= extra
+        return tokens
+
+    def _admit(self, shares: list[tuple[Sequence, int]]) -> list[Chunk]:
+        """Seat waiting sequences in order until one does not fit; it must fit whole, so that it is not evicted at once."""
+        chunks = []
+        for seq, n in shares:
+            hits = self.blocks.lookup(seq)  # again: the admissions before it may have evicted some
+            if not self.blocks.fits(hits, seq.num_tokens):
+                self._note_wait(2)
+                break
+            self.blocks.admit(seq, hits)
+            start = seq.num_computed_tokens
+            stop = min(start + n, seq.num_tokens)
+            chunk = Chunk(seq, start, stop, stop == seq.num_tokens)
+            self.blocks.reserve([chunk])
+            self._seat(seq)
+            chunks.append(chunk)
+        return chunks
+
+    def _seat(self, seq: Sequence) -> None:
+        self.waiting.remove(seq)
+        self.running.append(seq)
+        first_time = seq.status is Status.WAITING
+        seq.status = Status.RUNNING
+        times = seq.request.metrics
+        if times.first_scheduled_time is None:
+            times.first_scheduled_time = time.monotonic()
+        if first_time:
+            self.metrics.prefix_query_tokens += seq.num_tokens
+            self.metrics.prefix_hit_tokens += seq.num_cached_tokens
+            seq.request.num_cached_tokens = seq.num_cached_tokens
+        if self.trace.on:
+            self.trace.emit(
+                "admit",
+                f"{__name__}:Scheduler._seat#its-turn",
+                request=seq.request.number,
+                seq=seq.seq_id,
+                tokens=seq.num_tokens,
+                cached=seq.num_cached_tokens,
+            )
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Give up the pages of `seq` and put it back into the line; its tokens stay and are recomputed."""
+        lost = seq.num_computed_tokens
+        self.blocks.free(seq)
+        self.running.remove(seq)
+        seq.num_computed_tokens = 0
+        seq.status = Status.PREEMPTED
+        insort(self.waiting, seq, key=self._order)
+        self.metrics.preemptions += 1
+        self.metrics.recomputed_tokens += lost
+        seq.request.metrics.num_preemptions += 1
+        if self.trace.on:
+            self.trace.emit(
+                "preempt", f"{__name__}:Scheduler._preempt#last-in-turn", seq=seq.seq_id, lost=lost
+            )
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Start `child` beside `parent`, sharing all its pages."""
+        self.blocks.fork(parent, child)
+        child.status = Status.RUNNING
+        self.running.append(child)
+        if self.trace.on:
+            self.trace.emit(
+                "fork",
+                f"{__name__}:Scheduler.fork#one-prompt-n-answers",
+                request=parent.request.number,
+                parent=parent.seq_id,
+                child=child.seq_id,
+            )
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a sequence out, wherever it is, and free its pages."""
+        if seq.status is Status.RUNNING:
+            self.blocks.free(seq)
+            self.running.remove(seq)
+        elif seq.status is not Status.FINISHED:
+            self.waiting.remove(seq)
+
+    def _seats(self, seq: Sequence) -> int:
+        """Seats a sequence takes: its own and those of the siblings that it will be forked into."""
+        request = seq.request
+        return 1 + request.params.n - len(request.sequences) if seq.index == 0 else 1
+
+    def _note_wait(self, why: int) -> None:
+        if self.trace.on and self.waiting:
+            src = f"{__name__}:Scheduler._note_wait#head-of-line"
+            self.trace.emit("wait", src, seq=self.waiting[0].seq_id, why=why)
+
+    def _record(self, chunks: list[Chunk]) -> None:
+        used = sum(c.stop - c.start for c in chunks)
+        m = self.metrics
+        m.steps += 1
+        m.computed_tokens += used
+        m.peak_running = max(m.peak_running, len(self.running))
+        m.peak_blocks = max(m.peak_blocks, self.blocks.pool.num_blocks - self.blocks.pool.num_free)
+        if not self.trace.on:
+            return
+        src = f"{__name__}:Scheduler._record#catch-up"
+        for seq, start, stop, samples in chunks:
+            self.trace.emit("chunk", src, seq=seq.seq_id, start=start, stop=stop, samples=int(samples))
+        self.trace.emit(
+            "step",
+            f"{__name__}:Scheduler._record#budget",
+            budget=self.config.max_num_batched_tokens,
+            used=used,
+            running=len(self.running),
+            waiting=len(self.waiting),
+        )

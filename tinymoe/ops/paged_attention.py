@@ -1,0 +1,96 @@
+"""Paged attention on any device, in torch: decodes of similar length share one padded call, longer chunks run one by one.
+
+The kernel of the same name takes this place on a GPU. Kwon et al., SOSP 2023, arXiv 2309.06180.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tinymoe.ops.reference import causal_attention, gather_pages
+
+GROUP = 64  # decodes are padded to the next multiple of this many positions, so that short ones do not pay for long ones
+
+
+class DecodeGroup(NamedTuple):
+    """Decodes that share one call: tokens [S] int64, blocks [S * B] int64, visible [S, 1, 1, C] bool."""
+
+    tokens: Tensor
+    blocks: Tensor
+    visible: Tensor
+
+
+class Chunk(NamedTuple):
+    """Tokens start..stop-1 of one sequence with `context` positions, blocks [B] int64."""
+
+    start: int
+    stop: int
+    context: int
+    blocks: Tensor
+
+
+class AttentionPlan(NamedTuple):
+    """How the tokens of one step attend; made once a step, used by every layer with the same window."""
+
+    groups: list[DecodeGroup]
+    chunks: list[Chunk]
+    window: int | None
+    block_size: int
+
+
+def plan_attention(
+    spans: list, block_size: int, window: int | None, device: torch.device | str = "cpu"
+) -> AttentionPlan:
+    """Sort spans (start, stop, context, block table) into padded decode groups and single chunks."""
+    decodes: dict[int, list] = {}
+    chunks = []
+    for start, stop, context, blocks in spans:
+        if stop - start == 1:
+            decodes.setdefault(-(-context // GROUP), []).append((start, context, blocks))
+        else:
+            chunks.append(Chunk(start, stop, context, torch.from_numpy(blocks.astype(np.int64)).to(device)))
+    groups = []
+    for members in decodes.values():
+        contexts = np.array([context for _, context, _ in members])
+        width = max(len(blocks) for _, _, blocks in members)
+        table = np.zeros((len(members), width), dtype=np.int64)  # block 0 pads: it is read, then masked
+        for row, (_, _, blocks) in enumerate(members):
+            table[row, : len(blocks)] = blocks
+        key = np.arange(width * block_size)
+        visible = key < contexts[:, None]
+        if window is not None:
+            visible &= key >= contexts[:, None] - window
+        tokens = np.array([start for start, _, _ in members])
+        groups.append(
+            DecodeGroup(
+                torch.from_numpy(tokens).to(device),
+                torch.from_numpy(table.reshape(-1)).to(device),
+                torch.from_numpy(visible[:, None, None, :]).to(device),
+            )
+        )
+    return AttentionPlan(groups, chunks, window, block_size)
+
+
+def paged_attention(q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan) -> Tensor:
+    """q [T, N, H] over caches [num_blocks, block_size, G, H] -> [T, N, H].
+
+    The step's own keys and values are already in the cache.
+    """
+    _, N, H = q_TNH.shape
+    G = k_cache.shape[2]
+    out_TNH = torch.empty_like(q_TNH)
+    for tokens, blocks, visible in plan.groups:
+        S = tokens.shape[0]
+        k = k_cache.index_select(0, blocks).view(S, -1, G, H).transpose(1, 2)
+        v = v_cache.index_select(0, blocks).view(S, -1, G, H).transpose(1, 2)
+        q = q_TNH.index_select(0, tokens).view(S, N, 1, H)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=N != G)
+        out_TNH.index_copy_(0, tokens, o.view(S, N, H))
+    for start, stop, context, blocks in plan.chunks:
+        k = gather_pages(k_cache.flatten(0, 1), blocks, plan.block_size, context)
+        v = gather_pages(v_cache.flatten(0, 1), blocks, plan.block_size, context)
+        out_TNH[start:stop] = causal_attention(q_TNH[start:stop], k, v, window=plan.window)
+    return out_TNH
