@@ -104,10 +104,14 @@ def faults(root: Path) -> list[str]:
             for room in sorted(reach(name, graph)):
                 if any(below(i, "torch") for i, _ in edges.get(room, ())):
                     found.append(f"{files[name].relative_to(root)}: stands on torch, through {room}")
-    for folder in {wing(n) for n in files if "." in n} - {"kernels"}:
-        held = sorted(n for n in files if n.startswith(f"{folder}."))
+    for folder in {n.rpartition(".")[0] for n in files if "." in n} - {"kernels"}:
+        held = sorted(
+            {n.removeprefix(f"{folder}.").split(".")[0] for n in files if n.startswith(f"{folder}.")}
+        )
         if len(held) > MAX_ROOMS:
-            found.append(f"tinymoe/{folder}: {len(held)} rooms, at most {MAX_ROOMS}: {', '.join(held)}")
+            found.append(
+                f"tinymoe/{folder.replace('.', '/')}: {len(held)} rooms, at most {MAX_ROOMS}: {', '.join(held)}"
+            )
     public = [
         n
         for n in ast.walk(trees.get("", ast.Module([], [])))
@@ -274,3 +278,6 @@ def test_each_fault_is_found(tmp_path, name, text, expected):
 def test_a_ninth_room_is_found(tmp_path):
     found = faults(tree(tmp_path, SOUND | {f"model/r{i}.py": "" for i in range(9)}))
     assert [line for line in found if line.startswith("tinymoe/model: 9 rooms")]
+    found = faults(tree(tmp_path, {f"lab/frames/r{i}.py": "" for i in range(9)}))
+    assert [line for line in found if line.startswith("tinymoe/lab/frames: 9 rooms")]
+    assert not [line for line in found if line.startswith("tinymoe/lab:")]

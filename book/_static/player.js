@@ -1,0 +1,187 @@
+// Brings the pictures of a page to life without a kernel: plotly figures, and replays of the live widgets.
+// A replay is a list of frames. This file owns the controls, the caption and the table; the picture is drawn by
+// plotly, or by the very module that draws it in JupyterLab.
+(() => {
+  "use strict";
+  const base = new URL(".", document.currentScript.src).href;
+  const PACE_MS = 600; // a frame must be read, not only seen
+  const loaded = {};
+
+  function script(name) {
+    loaded[name] ??= new Promise((resolve, reject) => {
+      const tag = document.createElement("script");
+      tag.src = base + name;
+      tag.onload = resolve;
+      tag.onerror = () => reject(new Error(`${name} is missing: build the book again`));
+      document.head.append(tag);
+    });
+    return loaded[name];
+  }
+
+  function make(tag, attributes = {}, ...children) {
+    const node = document.createElement(tag);
+    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+    node.append(...children);
+    return node;
+  }
+
+  // ------------------------------------------------------------------------------------------------- the controls
+
+  // show(i) draws frame i. captions[i] says the same in words, tables[i] in rows.
+  function controls(host, { label, count, captions, tables, show }) {
+    const slider = make("input", { type: "range", min: 0, max: count - 1, step: 1, value: 0, "aria-label": `${label}: step` });
+    const back = make("button", { type: "button", "aria-label": "step back", title: "step back" }, "◀");
+    const play = make("button", { type: "button", "aria-label": "play", title: "play" }, "▶ play");
+    const next = make("button", { type: "button", "aria-label": "step forward", title: "step forward" }, "▶");
+    const place = make("output", { "aria-hidden": "true" });
+    const caption = make("p", { role: "status", "aria-live": "polite", class: "player-caption" });
+    const table = make("div", { class: "player-table" });
+    const details = make("details", {}, make("summary", {}, "View as table"), table);
+    let timer = null;
+
+    function seek(wanted) {
+      const i = Math.max(0, Math.min(count - 1, wanted));
+      slider.value = i;
+      place.textContent = `${i + 1} / ${count}`;
+      const text = captions?.[i] ?? "";
+      slider.setAttribute("aria-valuetext", `${i + 1} of ${count}`);
+      if (caption.textContent !== text) caption.textContent = text;
+      back.disabled = i === 0;
+      next.disabled = i === count - 1;
+      if (details.open) fill();
+      show(i);
+    }
+    const now = () => Number(slider.value);
+
+    function fill() {
+      const [head = [], ...rows] = tables[now()] ?? [];
+      const cell = (tag, value, extra) => make(tag, extra, String(value));
+      table.replaceChildren(
+        make("table", {},
+          make("thead", {}, make("tr", {}, ...head.map((x) => cell("th", x, { scope: "col" })))),
+          make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((x) => cell("td", x))))))
+      );
+    }
+
+    function stop() {
+      clearInterval(timer);
+      timer = null;
+      play.textContent = "▶ play";
+      play.setAttribute("aria-label", "play");
+    }
+    function toggle() {
+      if (timer) return stop();
+      if (now() === count - 1) seek(0);
+      play.textContent = "❚❚ pause";
+      play.setAttribute("aria-label", "pause");
+      timer = setInterval(() => {
+        seek(now() + 1);
+        if (now() === count - 1) stop();
+      }, PACE_MS);
+    }
+
+    slider.addEventListener("input", () => { stop(); seek(now()); });
+    back.addEventListener("click", () => { stop(); seek(now() - 1); });
+    next.addEventListener("click", () => { stop(); seek(now() + 1); });
+    play.addEventListener("click", toggle);
+    details.addEventListener("toggle", () => details.open && fill());
+
+    const bar = make("div", { class: "player-controls" }, back, play, next, slider, place);
+    bar.addEventListener("keydown", (event) => {
+      const moves = { ArrowLeft: now() - 1, ArrowRight: now() + 1, Home: 0, End: count - 1 };
+      if (event.key === " " && event.target === slider) toggle();
+      else if (event.key in moves) { stop(); seek(moves[event.key]); slider.focus(); }
+      else return;
+      event.preventDefault(); // otherwise the range moves a second time, or the page scrolls
+    });
+    host.setAttribute("role", "group");
+    host.setAttribute("aria-label", `${label}, replay of ${count} steps`);
+    if (count > 1) host.prepend(bar);
+    host.append(caption);
+    if (tables?.length) host.append(details);
+    seek(0);
+  }
+
+  // ------------------------------------------------------------------------------------------- replays of widgets
+
+  // As much of an anywidget model as a module needs that only draws.
+  class Model {
+    constructor(traits) { this.traits = { ...traits }; this.listeners = {}; }
+    get(name) { return this.traits[name]; }
+    set(name, value) {
+      this.traits[name] = value;
+      for (const heard of [`change:${name}`, "change"]) (this.listeners[heard] ?? []).forEach((f) => f());
+    }
+    on(names, f) { for (const name of names.split(" ")) (this.listeners[name] ??= []).push(f); }
+    off(name, f) { this.listeners[name] = (this.listeners[name] ?? []).filter((g) => f && g !== f); }
+    save_changes() {}
+    send() {}
+  }
+
+  async function replay(host, data) {
+    await script("widgets.js");
+    const source = window.tinymoeWidgets[data.esm];
+    if (!source) throw new Error(`no widget module called ${data.esm}`);
+    const url = URL.createObjectURL(new Blob([source], { type: "text/javascript" }));
+    const module = await import(url);
+    URL.revokeObjectURL(url);
+    const picture = make("div", { class: "player-picture" });
+    host.append(picture);
+    const model = new Model({ label: data.label, ...data.traits, frame: data.frames[0] });
+    await module.default.render({ model, el: picture });
+    controls(host, { label: data.label, count: data.frames.length, captions: data.captions, tables: data.tables,
+      show: (i) => model.set("frame", data.frames[i]) });
+  }
+
+  // --------------------------------------------------------------------------------------------- plotly figures
+
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+  const title = (layout) => (typeof layout?.title === "string" ? layout.title : layout?.title?.text) ?? "";
+
+  // The page's own colours, so that a figure can be read by day and by night.
+  function dressed(layout) {
+    const line = color("--pst-color-border");
+    const look = { ...layout, paper_bgcolor: "transparent", plot_bgcolor: "transparent", autosize: true,
+      font: { family: "inherit", ...layout.font, color: color("--pst-color-text-base") } };
+    look.margin = { l: 48, r: 16, t: title(layout) ? 44 : 16, b: 40, ...layout.margin };
+    delete look.width; delete look.sliders; delete look.updatemenus;
+    for (const name of new Set(["xaxis", "yaxis", ...Object.keys(layout).filter((k) => /^[xy]axis\d*$/.test(k))]))
+      look[name] = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true, ...layout[name] };
+    return look;
+  }
+
+  async function figure(host, data) {
+    await script("plotly.min.js");
+    const picture = make("div", { class: "player-picture" });
+    host.append(picture);
+    const frames = data.frames ?? [];
+    let shown = 0;
+    function draw(i) {
+      shown = i;
+      const frame = frames[i] ?? {};
+      const traces = data.data.map((trace, t) => {
+        const at = frame.traces ? frame.traces.indexOf(t) : t;
+        return { ...trace, ...(at >= 0 ? frame.data?.[at] : undefined) };
+      });
+      const layout = { ...data.layout, ...frame.layout };
+      if (frames.length) delete layout.title; // it is the caption
+      window.Plotly.react(picture, traces, dressed(layout), { responsive: true, displayModeBar: false, ...data.config });
+    }
+    const label = data.layout?.meta?.label ?? (title(data.layout) || "figure");
+    controls(host, { label, count: Math.max(frames.length, 1), captions: frames.map((f) => title(f.layout)), show: draw });
+    new MutationObserver(() => draw(shown)).observe(document.documentElement, { attributeFilter: ["data-theme"] });
+  }
+
+  // ------------------------------------------------------------------------------------------------------ start
+
+  function start() {
+    for (const host of document.querySelectorAll(".player")) {
+      const data = JSON.parse(host.querySelector("script").textContent);
+      const kind = host.classList.contains("player-plotly") ? figure : replay;
+      kind(host, data).catch((error) => host.append(make("p", { class: "player-error", role: "alert" }, String(error))));
+    }
+  }
+  if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", start);
+  else start();
+})();
