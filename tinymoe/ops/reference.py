@@ -1,10 +1,13 @@
 """What every kernel means, in plain torch: slow, readable, the definition of correct."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_HUGE = 3.0e38  # +inf logits become this, so that softmax stays finite and infinities still win
+_HUGE = 3.0e38  # stands for infinity, so that softmax stays finite and infinities still win or lose
+_TINY = 1e-38  # all-zero sigmoid scores have no share to give
 
 
 def topk_softmax(
@@ -22,21 +25,16 @@ def topk_softmax(
 
     Scores are softmax over experts, or sigmoid of each (DeepSeek-V3, arXiv 2412.19437). The selection bias takes part
     in choosing only. With groups, a group is worth the sum of its two best (biased) scores, and experts outside the
-    best `topk_group` groups cannot be chosen. Equal scores go to the lower expert. A NaN logit counts as -inf, +inf as
-    the largest float: ids are always distinct and in range.
+    best `topk_group` groups cannot be chosen. Equal scores go to the lower expert. NaN and -inf logits
+    count as the lowest float, +inf as the largest: ids are always distinct and in range.
 
     Returns ids [T, K] int64, best first, and weights [T, K] float32 (of unbiased scores; divided by their sum if
     `renormalize`, then times `scale`).
     """
-    logits_TE = logits_TE.float()
-    logits_TE = torch.where(logits_TE.isnan(), -torch.inf, logits_TE).clamp(max=_HUGE)
+    logits_TE = torch.nan_to_num(logits_TE.float(), nan=-_HUGE, posinf=_HUGE, neginf=-_HUGE)
     if scoring == "softmax":
-        top = logits_TE.amax(-1, keepdim=True)
-        weights_TE = (logits_TE - torch.where(top == -torch.inf, 0.0, top)).exp()
         # Choose by logit, not by probability: two logits can share one float32 probability.
-        scores_TE = logits_TE
-        total = weights_TE.sum(-1, keepdim=True)
-        weights_TE = weights_TE / torch.where(total == 0, 1.0, total)
+        weights_TE, scores_TE = logits_TE.softmax(-1), logits_TE
         if selection_bias_E is not None or n_group > 1:
             scores_TE = weights_TE
     else:
@@ -53,13 +51,15 @@ def topk_softmax(
     ids_TK = scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights_TK = weights_TE.gather(1, ids_TK)
     if renormalize:
-        total = weights_TK.sum(-1, keepdim=True)
-        weights_TK = weights_TK / torch.where(total == 0, 1.0, total)
+        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=_TINY)
     return ids_TK, weights_TK * scale if scale != 1.0 else weights_TK
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) over the last axis, in float32, times weight (Zhang & Sennrich 2019)."""
+    """x / sqrt(mean(x²) + eps) over the last axis, in float32, times weight (Zhang & Sennrich 2019, arXiv 1910.07467)."""
+    if x.dtype is torch.float32:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    # Narrow types round once before the weight, as the checkpoints were trained.
     return F.rms_norm(x.float(), (x.shape[-1],), eps=eps).to(x.dtype) * weight
 
 
@@ -67,17 +67,20 @@ def rope(x_TNH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     """Rotate the first 2R of H components: pairs (i, i + R), as Hugging Face checkpoints expect."""
     R = cos_TR.shape[-1]
     cos, sin = cos_TR[:, None, :].to(x_TNH.dtype), sin_TR[:, None, :].to(x_TNH.dtype)
-    a, b, rest = x_TNH[..., :R], x_TNH[..., R : 2 * R], x_TNH[..., 2 * R :]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+    a, b = x_TNH[..., :R], x_TNH[..., R : 2 * R]
+    turned = (torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin))
+    return torch.cat(turned if x_TNH.shape[-1] == 2 * R else (*turned, x_TNH[..., 2 * R :]), dim=-1)
 
 
 def causal_attention(q_TNH: Tensor, k_CGH: Tensor, v_CGH: Tensor, *, window: int | None = None) -> Tensor:
     """Attention of one sequence's last T positions over all its C positions, each seeing itself and what came before.
 
     Query head n reads key/value head n // (N / G). With `window`, only the last `window` positions, itself included.
-    Returns [T, N, H].
+    What a position must not see cannot change it, not even NaN. Returns [T, N, H].
     """
     T, C, N, G = q_TNH.shape[0], k_CGH.shape[0], q_TNH.shape[1], k_CGH.shape[1]
+    if T == 1 and window is not None:
+        k_CGH, v_CGH, window = k_CGH[-window:], v_CGH[-window:], None
     mask_TC = causal_mask(T, C, window, q_TNH.device)
     out = F.scaled_dot_product_attention(
         q_TNH.transpose(0, 1)[None],
@@ -86,7 +89,20 @@ def causal_attention(q_TNH: Tensor, k_CGH: Tensor, v_CGH: Tensor, *, window: int
         attn_mask=mask_TC,
         enable_gqa=N != G,
     )
-    return out[0].transpose(0, 1)
+    if mask_TC is None or all_finite(out):
+        return out[0].transpose(0, 1)
+    # A mask multiplies by 0, and 0 · NaN is NaN: position by position, with nothing in sight that must not be seen.
+    ends = range(C - T + 1, C + 1)
+    rows = [
+        causal_attention(q_TNH[t : t + 1], k_CGH[:end], v_CGH[:end], window=window)
+        for t, end in enumerate(ends)
+    ]
+    return torch.cat(rows)
+
+
+def all_finite(x: Tensor) -> bool:
+    """Whether x holds no NaN and no infinity; a sum beyond float32 counts as infinite, too. Waits for a GPU."""
+    return math.isfinite(x.sum(dtype=torch.float32).item())
 
 
 def causal_mask(T: int, C: int, window: int | None, device) -> Tensor | None:
