@@ -40,9 +40,12 @@ def z_loss(logits_TE: Tensor) -> Tensor:
 
 @torch.no_grad()
 def update_selection_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> None:
-    """b_i += rate · sign(mean n - n_i), in place: a busy expert becomes harder to choose (Wang et al. 2024, 2408.15664)."""
+    """b_i += rate · sign(mean n - n_i), in place: a busy expert becomes harder to choose (Wang et al. 2024, 2408.15664).
+
+    Over the last axis, so all layers [L, E] can go at once.
+    """
     load_E = counts_E.to(bias_E.dtype)
-    bias_E.add_((load_E.mean() - load_E).sign(), alpha=rate)
+    bias_E.add_((load_E.mean(-1, keepdim=True) - load_E).sign(), alpha=rate)
 
 
 def max_violation(counts_E: Tensor) -> Tensor:
