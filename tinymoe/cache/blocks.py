@@ -45,7 +45,7 @@ class BlockManager:
         ] = []  # (old, new) blocks whose content must be copied before this forward
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._chunks: list[Chunk] = []
-        self._log: list[tuple[int, int, int, int]] = []  # (row, index, old or -1, new) of this step, for undo
+        self._log: list[tuple[Sequence, int, int, int]] = []  # (seq, index, old or -1, new), for undo
         self._slots: tuple[np.ndarray, np.ndarray] | None = None
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -159,13 +159,16 @@ class BlockManager:
 
     def undo(self) -> None:
         """Take back every block of this step, newest first: tables, counts and free list are as before `reserve`."""
-        for row, index, old, new in reversed(self._log):
+        for seq, index, old, new in reversed(self._log):
             self.pool.release(new)
-            self.tables[row, index] = old
+            self.tables[seq.row, index] = old
             if old == -1:
-                self.lengths[row] -= 1
-            else:
-                self.pool.share(old)
+                self.lengths[seq.row] -= 1
+                continue
+            refs = self.pool.share(old)
+            if self.trace.on:
+                src = f"{__name__}:BlockManager.undo#own-copy-given-up"
+                self.trace.emit("share", src, seq=seq.seq_id, index=index, block=old, refs=refs)
         for seq, start, stop, _ in self._chunks:
             if self.trace.on:
                 src = f"{__name__}:BlockManager.undo#forward-failed"
@@ -192,7 +195,7 @@ class BlockManager:
         self.pool.release(old)
         self.tables[row, index] = new
         self.copies.append((old, new))
-        self._log.append((row, index, old, new))
+        self._log.append((chunk.seq, index, old, new))
         if self.trace.on:
             src = f"{__name__}:BlockManager._copy_on_write#others-own-it-too"
             self.trace.emit("cow", src, seq=chunk.seq.seq_id, index=index, old=old, new=new)
@@ -201,7 +204,7 @@ class BlockManager:
         block = self.pool.take()
         self.tables[row, index] = block
         self.lengths[row] = index + 1
-        self._log.append((row, index, -1, block))
+        self._log.append((chunk.seq, index, -1, block))
         if self.trace.on:
             src = f"{__name__}:BlockManager._append#table-is-full"
             self.trace.emit("alloc", src, seq=chunk.seq.seq_id, index=index, block=block)

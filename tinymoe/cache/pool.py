@@ -82,4 +82,6 @@ class BlockPool:
         for block in list(self._cached):
             self.prefix.drop(block)
             self._blank.append(block)
+            if self.trace.on:
+                self.trace.emit("evict", f"{__name__}:BlockPool.forget_prefixes#asked-for", block=block)
         self._cached.clear()

@@ -52,14 +52,11 @@ class EngineConfig:
         require(
             self.policy in ("fcfs", "priority"), f"policy must be 'fcfs' or 'priority', got {self.policy!r}"
         )
-        require(
-            self.long_prefill_token_threshold >= 0,
-            f"long_prefill_token_threshold must not be negative, got {self.long_prefill_token_threshold}",
-        )
-        require(
-            isinstance(self.seed, int) and 0 <= self.seed < 2**63,
-            f"seed must be an int in 0..2^63-1, got {self.seed!r}",
-        )
+        value = self.long_prefill_token_threshold
+        ok = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        require(ok, f"long_prefill_token_threshold must be an int of at least 0, got {value!r}")
+        ok = isinstance(self.seed, int) and not isinstance(self.seed, bool) and 0 <= self.seed < 2**63
+        require(ok, f"seed must be an int in 0..2^63-1, got {self.seed!r}")
 
     def model_len(self, model: ModelConfig) -> int:
         """max_model_len, or the model's own limit. Raises ConfigError if it exceeds what the model was built for."""

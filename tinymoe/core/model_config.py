@@ -42,6 +42,8 @@ class RopeConfig:
     rotary_fraction: float = 1.0
 
     def __post_init__(self):
+        kinds = ("default", "linear", "llama3", "yarn")
+        require(self.kind in kinds, f"rope kind must be one of {kinds}, got {self.kind!r}")
         require(self.theta > 0, f"rope theta must be positive, got {self.theta}")
         require(self.factor >= 1.0, f"rope factor must be at least 1, got {self.factor}")
         require(
@@ -83,6 +85,21 @@ class MoEConfig:
         require(
             1 <= self.top_k <= self.num_experts,
             f"top_k (num_experts_per_tok) must be in 1..{self.num_experts} (num_experts), got {self.top_k}",
+        )
+        require(
+            self.scoring in ("softmax", "sigmoid"),
+            f"scoring must be 'softmax' or 'sigmoid', got {self.scoring!r}",
+        )
+        require(
+            self.intermediate_size >= 1, f"intermediate_size must be at least 1, got {self.intermediate_size}"
+        )
+        require(
+            self.shared_intermediate_size >= 0,
+            f"shared_intermediate_size must not be negative, got {self.shared_intermediate_size}",
+        )
+        require(
+            self.shared_intermediate_size > 0 or not self.shared_gate,
+            "shared_gate needs a shared expert: set shared_intermediate_size",
         )
         require(
             self.n_group >= 1 and self.num_experts % self.n_group == 0,
@@ -144,6 +161,14 @@ class ModelConfig:
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
             require(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
+        require(
+            self.max_position_embeddings > 0,
+            f"max_position_embeddings must be positive, got {self.max_position_embeddings}",
+        )
+        require(
+            self.qk_norm in (None, "head", "full"),
+            f"qk_norm must be None, 'head' or 'full', got {self.qk_norm!r}",
+        )
         require(len(self.layers) > 0, "num_hidden_layers must be positive, got 0")
         require(
             self.num_attention_heads % self.num_key_value_heads == 0,

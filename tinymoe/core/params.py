@@ -1,10 +1,11 @@
 """SamplingParams: how one request wants its tokens chosen and when it stops. Names and defaults follow vLLM."""
 
 import math
+import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tinymoe.core.model_config import require
+from tinymoe.core.model_config import ConfigError, require
 
 GREEDY_BELOW = 1e-5  # temperatures under this mean exact argmax, as in vLLM
 MAX_LOGPROBS = 1000
@@ -108,8 +109,9 @@ class SamplingParams:
         if self.seed is not None:
             ok = isinstance(self.seed, int) and not isinstance(self.seed, bool) and 0 <= self.seed < 2**63
             require(ok, f"seed must be None or an int in 0..2^63-1, got {self.seed!r}")
-        ok = self.max_tokens is None or (isinstance(self.max_tokens, int) and self.max_tokens >= 1)
-        require(ok, f"max_tokens must be None or at least 1, got {self.max_tokens!r}")
+        value = self.max_tokens
+        ok = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
+        require(ok, f"max_tokens must be None or an int of at least 1, got {value!r}")
         require(self.min_tokens >= 0, f"min_tokens must not be negative, got {self.min_tokens}")
         require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
@@ -130,9 +132,9 @@ class SamplingParams:
         if self.logit_bias is not None:
             require(isinstance(self.logit_bias, dict), f"logit_bias must be a dict, got {self.logit_bias!r}")
             try:
-                bias = {int(k): float(v) for k, v in self.logit_bias.items()}
+                bias = {operator.index(k): float(v) for k, v in self.logit_bias.items()}
             except (TypeError, ValueError) as error:
-                raise type(error)(f"logit_bias must map token ids to numbers: {error}") from error
+                raise ConfigError(f"logit_bias must map token ids (ints) to numbers: {error}") from error
             require(all(math.isfinite(v) for v in bias.values()), "logit_bias values must be finite")
             put("logit_bias", bias)
 

@@ -96,6 +96,8 @@ class Engine:
         priority: lower runs earlier under policy "priority". cache_salt: prefix pages are shared only between equal salts.
         Raises RequestError if it is malformed, can never fit, or its id is in use; nothing else is disturbed.
         """
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a string, got {request_id!r}")
         if request_id in self._requests:
             raise RequestError(
                 f"request id {request_id!r} is in use: wait until it has finished, or abort it"
@@ -133,11 +135,11 @@ class Engine:
         """
         self.trace.step = self.metrics.steps
         self.metrics.start()
-        chunks = self.scheduler.schedule()
-        self.metrics.lap("schedule")
-        if not chunks:
-            return []
         try:
+            chunks = self.scheduler.schedule()
+            self.metrics.lap("schedule")
+            if not chunks:
+                return []
             batch = Batch.build(chunks, self.blocks, self.runner.device)
             logits = self.runner.run(batch, self.blocks.copies)
             self.metrics.lap("forward")
@@ -148,6 +150,8 @@ class Engine:
             self.blocks.undo()
             raise
         self.blocks.settle()
+        self.routes.settle()
+        self.metrics.computed_tokens += batch.token_ids.shape[0]
         outputs = self._commit(batch, logits, draws, sampled)
         self.metrics.lap("commit")
         return outputs
@@ -247,8 +251,8 @@ class Engine:
             seq.stop_reason = token
         elif count == params.max_tokens or seq.num_tokens >= self.max_model_len:
             reason, src = "length", f"{__name__}:Engine._append#length"
-        if seq.text is not None and (reason != "stop" or params.include_stop_str_in_output):
-            stop = seq.text.append(token, count)
+        if seq.text is not None:
+            stop = seq.text.append(token, count, ends=reason == "stop")
             if stop is not None:
                 reason, src = "stop", f"{__name__}:Engine._append#stop-string"
                 seq.stop_reason = stop
@@ -263,9 +267,10 @@ class Engine:
             seq.routed_experts = self.runner.storage.experts_of(table, seq.num_computed_tokens)
         self.scheduler.remove(seq)
         seq.status = Status.FINISHED
+        late_stop = seq.text.finish() if seq.text is not None else None
+        if late_stop is not None and reason == "length":
+            reason, seq.stop_reason = "stop", late_stop
         seq.finish_reason = reason
-        if seq.text is not None:
-            seq.text.finish()
         request = seq.request
         if self.trace.on:
             self.trace.emit(
@@ -287,6 +292,6 @@ class Engine:
         seq = Sequence(self._next_seq_id, request, index)
         self._next_seq_id += 1
         if self.text is not None and request.params.detokenize:
-            seq.text = self.text.state(request.params, request.prompt_token_ids)
+            seq.text = self.text.text_state(request.params, request.prompt_token_ids)
         request.sequences.append(seq)
         return seq

@@ -1,5 +1,6 @@
 """Everything that can be wrong with a request is found here, before it touches the engine."""
 
+import operator
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
@@ -14,13 +15,22 @@ class RequestError(ValueError):
     """A request was refused; nothing else was disturbed. The message says what to change."""
 
 
+class TextState(Protocol):
+    """The growing text of one sequence; tinymoe.text.TextState."""
+
+    @property
+    def text(self) -> str: ...
+    def append(self, token_id: int, num_output_tokens: int, *, ends: bool = False) -> str | None: ...
+    def finish(self) -> str | None: ...
+
+
 class Text(Protocol):
-    """What the engine needs of a tokenizer; tinymoe.text provides it."""
+    """What the engine needs of a tokenizer; tinymoe.text.Tokenizer."""
 
     def encode(self, text: str) -> list[int]: ...
-    def state(self, params: SamplingParams, prompt_token_ids: list[int]) -> Any: ...
     def bad_word_ids(self, words: Seq[str]) -> list[list[int]]: ...
-    def decode_token(self, token_id: int) -> str: ...
+    def decoded_token(self, token_id: int) -> str: ...
+    def text_state(self, params: SamplingParams, prompt_token_ids: list[int]) -> TextState: ...
 
 
 class Intake:
@@ -75,7 +85,7 @@ class Intake:
                     f"a prompt dict has 'prompt' or 'prompt_token_ids', got keys {sorted(prompt)}"
                 )
             text = prompt.get("prompt")
-            prompt = prompt.get("prompt_token_ids") or text or []
+            prompt = prompt.get("prompt_token_ids", text)
         if isinstance(prompt, str):
             if self.text is None:
                 raise RequestError(
@@ -132,6 +142,6 @@ class Intake:
 
 
 def _integer(value: Any) -> int:
-    if isinstance(value, (bool, float, str)):
+    if isinstance(value, bool):
         raise TypeError(f"not an int: {value!r}")
-    return int(value)
+    return operator.index(value)  # refuses floats of every library, where int() would cut them

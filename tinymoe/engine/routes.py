@@ -17,6 +17,7 @@ class RouteRecorder:
     """
 
     def __init__(self, config: ModelConfig, storage: KVStorage, trace: Trace, path: str = "loop"):
+        self.config = config
         self.path = PATHS.index(path)
         self.storage = storage
         self.trace = trace
@@ -24,17 +25,25 @@ class RouteRecorder:
         self.distinct = np.zeros(config.num_hidden_layers, dtype=np.int64)
         self.routed_steps = 0
         self._batch: Batch | None = None
+        self._counts: dict[int, np.ndarray] = {}  # layer -> tokens per expert of the step that runs
 
     def begin(self, batch: Batch) -> None:
+        """A forward pass starts; what an earlier one left that did not come to `settle` is forgotten."""
         self._batch = batch
+        self._counts = {}
+
+    def settle(self) -> None:
+        """The step counts."""
+        for layer, counts in self._counts.items():
+            self.load[layer, : len(counts)] += counts
+            self.distinct[layer] += np.count_nonzero(counts)
         self.routed_steps += 1
 
     def route(self, layer: int, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
         """Called by each MoE layer of the step."""
         assert self._batch is not None
         counts = torch.bincount(ids_TK.reshape(-1), minlength=logits_TE.shape[1]).cpu().numpy()
-        self.load[layer, : len(counts)] += counts
-        self.distinct[layer] += np.count_nonzero(counts)
+        self._counts[layer] = counts
         if self.storage.experts is not None:
             self.storage.experts[self._batch.slots, layer, : ids_TK.shape[1]] = ids_TK.to(torch.int16)
         if self.trace.on:
@@ -43,11 +52,13 @@ class RouteRecorder:
     def _emit(self, layer: int, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, distinct: int) -> None:
         assert self._batch is not None
         src = f"{__name__}:RouteRecorder._emit#top-k"
-        K = ids_TK.shape[1]
-        best = logits_TE.softmax(-1).sort(-1, descending=True).values
-        margins = best[:, K - 1] - best[:, K] if best.shape[1] > K else torch.ones(best.shape[0])
-        experts, gates = ids_TK.tolist(), (weights_TK * 1000).round().int().tolist()
-        positions, gaps = self._batch.positions.tolist(), (margins * 1e6).int().tolist()
+        moe = self.config.layers[layer].moe
+        scores_TE = logits_TE.sigmoid() if moe and moe.scoring == "sigmoid" else logits_TE.softmax(-1)
+        # A selection bias and groups choose by other scores: then this gap can be negative, and bounds nothing.
+        rejected_T = scores_TE.scatter(1, ids_TK, -1.0).amax(1)
+        gaps_T = (scores_TE.gather(1, ids_TK).amin(1) - rejected_T).clamp(max=1)
+        experts, gates = ids_TK.tolist(), (weights_TK.nan_to_num() * 1000).round().int().tolist()
+        positions, gaps = self._batch.positions.tolist(), (gaps_T.nan_to_num() * 1e6).int().tolist()
         for (seq, *_), span in zip(self._batch.chunks, self._batch.spans):
             for t in range(span.start, span.stop):
                 self.trace.emit(

@@ -37,6 +37,7 @@ class Scheduler:
         self.trace = trace
         self.waiting: list[Sequence] = []  # in order of turn
         self.running: list[Sequence] = []  # in order of admission
+        self._waits: dict[Sequence, tuple[int, str]] = {}  # who stays in line in this step: why, and src
         skip = 0 if config.policy == "priority" else 1
         self._order: Order = lambda seq: seq.order[skip:]
 
@@ -59,14 +60,12 @@ class Scheduler:
         Running sequences come first (those that decode before those that still read their prompt), then the waiting
         line in order. Nobody is admitted in a step that had to preempt.
         """
+        self._waits = {}
         chunks, shares = self._plan(admit=True)
-        preempted = False
         while not self.blocks.reserve(chunks):
             self._preempt(max(self.running, key=self._order))
-            preempted = True
+            self._waits = {self.waiting[0]: (3, f"{__name__}:Scheduler.schedule#preempted-in-this-step")}
             chunks, shares = self._plan(admit=False)
-        if preempted:
-            self._note_wait(3)
         chunks += self._admit(shares)
         self._record(chunks)
         return chunks
@@ -104,11 +103,8 @@ class Scheduler:
         found = []
         for seq in self.waiting:
             seats -= self._seats(seq)
-            if seats < 0:
-                self._note_wait(1)
-                break
-            if budget <= 0:
-                self._note_wait(0)
+            if seats < 0 or budget <= 0:
+                self._waits[seq] = (int(seats < 0), f"{__name__}:Scheduler._candidates#no-seat-or-budget")
                 break
             cached = len(self.blocks.lookup(seq)) * self.blocks.block_size
             need = seq.num_tokens - cached
@@ -129,9 +125,8 @@ class Scheduler:
             if seq.status is Status.RUNNING or not keys or keys[0] not in computing:
                 computing.update(keys)
                 kept.append(candidate)
-            elif self.trace.on:
-                src = f"{__name__}:Scheduler._without_twins#prefix-on-its-way"
-                self.trace.emit("wait", src, seq=seq.seq_id, why=4)
+            else:
+                self._waits[seq] = (4, f"{__name__}:Scheduler._without_twins#prefix-on-its-way")
         return kept
 
     def _share(self, budget: int, candidates: list[Candidate]) -> list[int]:
@@ -165,7 +160,7 @@ class Scheduler:
         for seq, n in shares:
             hits = self.blocks.lookup(seq)  # again: the admissions before it may have evicted some
             if not self.blocks.fits(hits, seq.num_tokens):
-                self._note_wait(2)
+                self._waits[seq] = (2, f"{__name__}:Scheduler._admit#must-fit-whole")
                 break
             self.blocks.admit(seq, hits)
             start = seq.num_computed_tokens
@@ -241,20 +236,19 @@ class Scheduler:
         request = seq.request
         return 1 + request.params.n - len(request.sequences) if seq.index == 0 else 1
 
-    def _note_wait(self, why: int) -> None:
-        if self.trace.on and self.waiting:
-            src = f"{__name__}:Scheduler._note_wait#head-of-line"
-            self.trace.emit("wait", src, seq=self.waiting[0].seq_id, why=why)
-
     def _record(self, chunks: list[Chunk]) -> None:
         used = sum(c.stop - c.start for c in chunks)
         m = self.metrics
         m.steps += 1
-        m.computed_tokens += used
         m.peak_running = max(m.peak_running, len(self.running))
         m.peak_blocks = max(m.peak_blocks, self.blocks.pool.num_blocks - self.blocks.pool.num_free)
         if not self.trace.on:
             return
+        if self.waiting:
+            src = f"{__name__}:Scheduler._record#others-took-the-budget"
+            self._waits.setdefault(self.waiting[0], (0, src))
+        for seq, (why, src) in self._waits.items():
+            self.trace.emit("wait", src, seq=seq.seq_id, why=why)
         src = f"{__name__}:Scheduler._record#catch-up"
         for seq, start, stop, samples in chunks:
             self.trace.emit("chunk", src, seq=seq.seq_id, start=start, stop=stop, samples=int(samples))

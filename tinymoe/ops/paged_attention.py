@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinymoe.ops.reference import causal_attention, gather_pages
+from tinymoe.ops.reference import all_finite, causal_attention, gather_pages
 
 GROUP = 64  # decodes are padded to the next multiple of this many positions, so that short ones do not pay for long ones
 
@@ -88,6 +88,9 @@ def paged_attention(q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Atten
         v = v_cache.index_select(0, blocks).view(S, -1, G, H).transpose(1, 2)
         q = q_TNH.index_select(0, tokens).view(S, N, 1, H)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=N != G)
+        if not all_finite(o):  # what the mask hides (stale or foreign slots) may hold NaN, and 0 · NaN is NaN
+            k, v = (t.masked_fill(~visible.transpose(2, 3), 0) for t in (k, v))
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=N != G)
         out_TNH.index_copy_(0, tokens, o.view(S, N, H))
     for start, stop, context, blocks in plan.chunks:
         k = gather_pages(k_cache.flatten(0, 1), blocks, plan.block_size, context)
