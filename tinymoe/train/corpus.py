@@ -8,8 +8,9 @@ import hashlib
 import lzma
 import multiprocessing
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,22 +57,22 @@ def _encode_documents(tokenizer_json: str, documents: list[str]) -> bytes:
     parts = []
     for document in documents:
         parts.append(end)
-        parts += [
-            np.array(tokenizer.encode(p, add_special_tokens=False).ids, np.uint16)
-            for p in cut(document, 50_000)
-        ]
+        for piece in cut(document, 50_000):
+            parts.append(np.array(tokenizer.encode(piece, add_special_tokens=False).ids, np.uint16))
     return np.concatenate(parts).tobytes()
 
 
-def _encode_file(
-    tokenizer_json: str, corpus: Path, domain: str, split: str, share: int, shares: int
-) -> bytes:
-    """The `share`-th of `shares` parts of a file, by documents. Each process reads the file itself."""
-    documents = read_documents(corpus, domain, split)
-    ends = np.cumsum([len(d) + 1 for d in documents])
-    part_of = np.minimum((ends - 1) * shares // ends[-1], shares - 1)
-    mine = [d for d, part in zip(documents, part_of) if part == share]
-    return _encode_documents(tokenizer_json, mine) if mine else b""
+def _batches(documents: list[str], size: int = 1_500_000) -> Iterator[list[str]]:
+    """Documents in order, in lists of about `size` characters: one list is one process's job."""
+    batch, filled = [], 0
+    for document in documents:
+        batch.append(document)
+        filled += len(document)
+        if filled >= size:
+            yield batch
+            batch, filled = [], 0
+    if batch:
+        yield batch
 
 
 def encode_corpus(
@@ -82,10 +83,9 @@ def encode_corpus(
     workers: int,
     cache: Path | None = None,
 ) -> dict[str, np.ndarray]:
-    """Token stream of every domain, uint16. With `cache`, streams are kept there, keyed by tokenizer and file."""
-    blob = tokenizer.to_str()
+    """Token stream of every domain, uint16. With `cache`, streams are kept there, keyed by tokenizer and file size."""
+    blob, domains = tokenizer.to_str(), list(domains)
     streams: dict[str, np.ndarray] = {}
-    todo: list[tuple[str, int, int]] = []
     kept: dict[str, Path] = {}
     for domain in domains:
         path = corpus / f"{domain}.{split}.txt.xz"
@@ -94,23 +94,23 @@ def encode_corpus(
             kept[domain] = cache / f"{domain}.{split}.{key}.npy"
             if kept[domain].is_file():
                 streams[domain] = np.load(kept[domain], allow_pickle=False)
-                continue
-        shares = 1 if split == "valid" or workers == 1 else workers
-        todo += [(domain, share, shares) for share in range(shares)]
+    todo = [d for d in domains if d not in streams]
     if not todo:
         return streams
-    jobs = [(blob, corpus, domain, split, share, shares) for domain, share, shares in todo]
-    if workers == 1 or len(jobs) == 1:
-        done = [_encode_file(*job) for job in tqdm(jobs, desc=f"tokenise {split}")]
-    else:
-        # fork: the workers use only numpy and tokenizers, and must not import torch again.
-        method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context(method)) as pool:
-            done = list(tqdm(pool.map(_encode_file, *zip(*jobs)), total=len(jobs), desc=f"tokenise {split}"))
-    for domain in dict.fromkeys(d for d, _, _ in todo):
-        streams[domain] = np.frombuffer(
-            b"".join(b for (d, _, _), b in zip(todo, done) if d == domain), np.uint16
-        )
+    # fork where there is one: the workers need only numpy and tokenizers, and must not import torch again.
+    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    with ExitStack() as stack:
+        apply: Callable[..., Iterable] = map
+        if workers > 1:
+            context = multiprocessing.get_context(method)
+            apply = stack.enter_context(ProcessPoolExecutor(workers, mp_context=context)).map
+        texts = dict(zip(todo, apply(read_documents, [corpus] * len(todo), todo, [split] * len(todo))))
+        jobs = [(domain, batch) for domain, documents in texts.items() for batch in _batches(documents)]
+        encoded = apply(_encode_documents, [blob] * len(jobs), [batch for _, batch in jobs])
+        done = list(tqdm(encoded, total=len(jobs), desc=f"tokenise {split}", mininterval=2))
+    for domain in todo:
+        parts = [part for (owner, _), part in zip(jobs, done) if owner == domain]
+        streams[domain] = np.frombuffer(b"".join(parts), np.uint16)
         if domain in kept:
             kept[domain].parent.mkdir(parents=True, exist_ok=True)
             np.save(kept[domain], streams[domain], allow_pickle=False)
