@@ -27,25 +27,25 @@
 
   // ------------------------------------------------------------------------------------------------- the controls
 
-  // show(i) draws frame i. captions[i] says the same in words, tables[i] in rows.
-  function controls(host, { label, count, captions, tables, show }) {
+  // show(i) draws frame i; captions(i) says the same in words, a paragraph a picture; tables(i): [name, rows] a picture.
+  // start: the frame shown first. of: moments of the recording, if the replay shows fewer.
+  function controls(host, { label, count, start = 0, of = count, captions, tables, show }) {
     const slider = make("input", { type: "range", min: 0, max: count - 1, step: 1, value: 0, "aria-label": `${label}: step` });
     const back = make("button", { type: "button", "aria-label": "step back", title: "step back" }, "◀");
     const play = make("button", { type: "button", "aria-label": "play", title: "play" }, "▶ play");
     const next = make("button", { type: "button", "aria-label": "step forward", title: "step forward" }, "▶");
     const place = make("output", { "aria-hidden": "true" });
-    const caption = make("p", { role: "status", "aria-live": "polite", class: "player-caption" });
-    const table = make("div", { class: "player-table" });
-    const details = make("details", {}, make("summary", {}, "View as table"), table);
+    const caption = make("div", { role: "status", "aria-live": "polite", class: "player-caption" });
+    const rows = make("div", { class: "player-table" });
+    const details = make("details", {}, make("summary", {}, "View as table"), rows);
     let timer = null;
 
     function seek(wanted) {
       const i = Math.max(0, Math.min(count - 1, wanted));
       slider.value = i;
       place.textContent = `${i + 1} / ${count}`;
-      const text = captions?.[i] ?? "";
       slider.setAttribute("aria-valuetext", `${i + 1} of ${count}`);
-      if (caption.textContent !== text) caption.textContent = text;
+      caption.replaceChildren(...captions(i).filter(Boolean).map((text) => make("p", {}, text)));
       back.disabled = i === 0;
       next.disabled = i === count - 1;
       if (details.open) fill();
@@ -54,13 +54,10 @@
     const now = () => Number(slider.value);
 
     function fill() {
-      const [head = [], ...rows] = tables[now()] ?? [];
-      const cell = (tag, value, extra) => make(tag, extra, String(value));
-      table.replaceChildren(
-        make("table", {},
-          make("thead", {}, make("tr", {}, ...head.map((x) => cell("th", x, { scope: "col" })))),
-          make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((x) => cell("td", x))))))
-      );
+      const row = (tag, cells, extra) => make("tr", {}, ...cells.map((x) => make(tag, extra, String(x))));
+      rows.replaceChildren(...tables(now()).map(([name, [head, ...body]]) =>
+        make("table", { "aria-label": name },
+          make("thead", {}, row("th", head, { scope: "col" })), make("tbody", {}, ...body.map((cells) => row("td", cells))))));
     }
 
     function stop() {
@@ -98,8 +95,9 @@
     host.setAttribute("aria-label", `${label}, replay of ${count} steps`);
     if (count > 1) host.prepend(bar);
     host.append(caption);
-    if (tables?.length) host.append(details);
-    seek(0);
+    if (of > count) host.append(make("p", { class: "player-note" }, `${count} of the recording's ${of} moments are shown here.`));
+    if (tables(0).length) host.append(details);
+    seek(start);
   }
 
   // ------------------------------------------------------------------------------------------- replays of widgets
@@ -118,19 +116,29 @@
     send() {}
   }
 
-  async function replay(host, data) {
+  async function renderer(name) {
     await script("widgets.js");
-    const source = window.tinymoeWidgets[data.esm];
-    if (!source) throw new Error(`no widget module called ${data.esm}`);
+    const source = window.tinymoeWidgets[name];
+    if (!source) throw new Error(`no widget module called ${name}`);
     const url = URL.createObjectURL(new Blob([source], { type: "text/javascript" }));
-    const module = await import(url);
-    URL.revokeObjectURL(url);
-    const picture = make("div", { class: "player-picture" });
-    host.append(picture);
-    const model = new Model({ label: data.label, ...data.traits, frame: data.frames[0] });
-    await module.default.render({ model, el: picture });
-    controls(host, { label: data.label, count: data.frames.length, captions: data.captions, tables: data.tables,
-      show: (i) => model.set("frame", data.frames[i]) });
+    try { return (await import(url)).default; } finally { URL.revokeObjectURL(url); }
+  }
+
+  // One replay may hold several pictures that move together (`more`).
+  async function replay(host, data) {
+    const parts = [data, ...(data.more ?? [])];
+    const models = [];
+    for (const part of parts) {
+      const picture = make("div", { class: "player-picture" });
+      const model = new Model({ label: part.label, selection: "", ...part.traits, frame: part.frames[0] });
+      host.append(picture);
+      await (await renderer(part.esm)).render({ model, el: picture });
+      models.push(model);
+    }
+    controls(host, { label: parts.map((p) => p.label).join(" and "), count: data.frames.length, of: data.of,
+      captions: (i) => parts.map((p) => p.captions?.[i]),
+      tables: (i) => parts.filter((p) => p.tables).map((p) => [p.label, p.tables[i]]),
+      show: (i) => models.forEach((model, n) => model.set("frame", parts[n].frames[i])) });
   }
 
   // --------------------------------------------------------------------------------------------- plotly figures
@@ -145,6 +153,13 @@
     const look = { ...layout, paper_bgcolor: "transparent", plot_bgcolor: "transparent", autosize: true,
       font: { family: "inherit", ...layout.font, color: color("--pst-color-text-base") } };
     look.margin = { l: 48, r: 16, t: title(layout) ? 44 : 16, b: 40, ...layout.margin };
+    const bar = layout.sliders?.[0];
+    if (bar?.y < 0 && layout.height) { // plotly's own slider lies in the lower margin: take back the room for it
+      const inner = layout.height - look.margin.t - look.margin.b;
+      const excess = look.margin.b + Math.round(bar.y * inner);
+      look.margin.b -= excess;
+      look.height -= excess;
+    }
     delete look.width; delete look.sliders; delete look.updatemenus;
     for (const name of new Set(["xaxis", "yaxis", ...Object.keys(layout).filter((k) => /^[xy]axis\d*$/.test(k))]))
       look[name] = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true, ...layout[name] };
@@ -169,7 +184,8 @@
       window.Plotly.react(picture, traces, dressed(layout), { responsive: true, displayModeBar: false, ...data.config });
     }
     const label = data.layout?.meta?.label ?? (title(data.layout) || "figure");
-    controls(host, { label, count: Math.max(frames.length, 1), captions: frames.map((f) => title(f.layout)), show: draw });
+    controls(host, { label, count: Math.max(frames.length, 1), start: data.layout?.sliders?.[0]?.active,
+      captions: (i) => [title(frames[i]?.layout)], tables: () => [], show: draw });
     new MutationObserver(() => draw(shown)).observe(document.documentElement, { attributeFilter: ["data-theme"] });
   }
 

@@ -54,6 +54,15 @@ def probe_outputs() -> list[dict]:
         "frames": [{"blocks": [i, i + 1]} for i in range(6)],
         "captions": [f"Blocks {i} and {i + 1}; </script> is text." for i in range(6)],
         "tables": [[["block", "owner"], [i, "A"], [i + 1, "B"]] for i in range(6)],
+        "of": 40,
+        "more": [
+            {
+                "esm": "probe",
+                "label": "twin",
+                "frames": [{"blocks": [-i]} for i in range(6)],
+                "captions": list("abcdef"),
+            }
+        ],
     }
     live = {"model_id": "none", "version_major": 2, "version_minor": 0}
     return [{PLOTLY: plotly}, {REPLAY: replay, "application/vnd.jupyter.widget-view+json": live}]
@@ -115,7 +124,8 @@ def ready(page: Page) -> None:
 def state(page: Page, nth: int) -> tuple[str, str]:
     """(what the picture holds, caption) of the nth player: from the document, not from pixels."""
     player = page.locator(".player").nth(nth)
-    picture = player.locator(".player-picture").evaluate("p => p.data ? JSON.stringify(p.data) : p.innerHTML")
+    pictures = player.locator(".player-picture").all()
+    picture = " ".join(p.evaluate("p => p.data ? JSON.stringify(p.data) : p.innerHTML") for p in pictures)
     return picture, player.locator("[role=status]").inner_text()
 
 
@@ -204,11 +214,16 @@ def test_names_roles_and_the_table(server, visit):
     page = visit(server).page
     page.goto(f"{server}/notebooks/99_probe.html")
     ready(page)
-    player = page.get_by_role("group", name="probe blocks, replay of 6 steps")
-    slider = player.get_by_role("slider", name="probe blocks: step")
+    player = page.get_by_role("group", name="probe blocks and twin, replay of 6 steps")
+    slider = player.get_by_role("slider", name="probe blocks and twin: step")
     slider.press("ArrowRight")
     assert slider.get_attribute("aria-valuetext") == "2 of 6"
-    assert player.get_by_role("status").inner_text() == "Blocks 1 and 2; </script> is text."
+    assert player.get_by_role("status").locator("p").all_inner_texts() == [
+        "Blocks 1 and 2; </script> is text.",
+        "b",
+    ]
+    assert player.locator(".player-picture").all_inner_texts() == ["probe blocks: 1 2", "twin: -1"]
+    assert player.get_by_text("6 of the recording's 40 moments are shown here.").is_visible()
     player.get_by_text("View as table").click()
     assert player.get_by_role("row").all_inner_texts() == ["block\towner", "1\tA", "2\tB"]
     slider.press("ArrowRight")
