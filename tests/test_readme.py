@@ -71,8 +71,9 @@ def help_of(*words: str) -> str:
 
 
 def choices(help_text: str) -> set[str]:
-    """The sub-commands that argparse lists as {a,b,c}."""
-    return {name for group in re.findall(r"\{([\w,-]+)\}", help_text) for name in group.split(",")}
+    """The sub-commands that argparse lists, as {a,b,c} or a line each."""
+    listed = {name for group in re.findall(r"\{([\w,-]+)\}", help_text) for name in group.split(",")}
+    return listed | set(re.findall(r"^    (\w[\w-]*)(?:\s|$)", help_text, re.M))
 
 
 def fault(words: list[str]) -> str | None:

@@ -166,26 +166,40 @@
     return look;
   }
 
+  // The numbers of a figure in rows.
+  function rows(trace) {
+    if (trace.type === "heatmap")
+      return [["", ...trace.x], ...trace.y.map((name, r) => [name, ...(trace.text ?? trace.z)[r]])];
+    if (trace.type === "sankey") {
+      const { source, target, value } = trace.link;
+      return [["from", "to", "width"], ...source.map((s, n) => [trace.node.label[s], trace.node.label[target[n]], value[n]])];
+    }
+    const [x, y] = trace.orientation === "h" ? [trace.y, trace.x] : [trace.x, trace.y];
+    return Array.isArray(y) ? [["", trace.name ?? "value"], ...y.map((value, n) => [x?.[n] ?? n, value])] : undefined;
+  }
+
   async function figure(host, data) {
     await script("plotly.min.js");
     const picture = make("div", { class: "player-picture" });
     host.append(picture);
     const frames = data.frames ?? [];
     let shown = 0;
+    const tracesOf = (frame) => data.data.map((trace, t) => {
+      const at = frame.traces ? frame.traces.indexOf(t) : t;
+      return { ...trace, ...(at >= 0 ? frame.data?.[at] : undefined) };
+    });
     function draw(i) {
       shown = i;
       const frame = frames[i] ?? {};
-      const traces = data.data.map((trace, t) => {
-        const at = frame.traces ? frame.traces.indexOf(t) : t;
-        return { ...trace, ...(at >= 0 ? frame.data?.[at] : undefined) };
-      });
+      const traces = tracesOf(frame);
       const layout = { ...data.layout, ...frame.layout };
       if (frames.length) delete layout.title; // it is the caption
       window.Plotly.react(picture, traces, dressed(layout), { responsive: true, displayModeBar: false, ...data.config });
     }
     const label = data.layout?.meta?.label ?? (title(data.layout) || "figure");
     controls(host, { label, count: Math.max(frames.length, 1), start: data.layout?.sliders?.[0]?.active,
-      captions: (i) => [title(frames[i]?.layout)], tables: () => [], show: draw });
+      captions: (i) => [title(frames[i]?.layout)], show: draw,
+      tables: (i) => tracesOf(frames[i] ?? {}).map((t) => [t.name ?? label, rows(t)]).filter(([, found]) => found) });
     new MutationObserver(() => draw(shown)).observe(document.documentElement, { attributeFilter: ["data-theme"] });
   }
 
