@@ -155,7 +155,7 @@
     look.margin = { l: 48, r: 16, t: title(layout) ? 44 : 16, b: 40, ...layout.margin };
     const bar = layout.sliders?.[0];
     if (bar?.y < 0 && layout.height) { // plotly's own slider lies in the lower margin: take back the room for it
-      const inner = layout.height - look.margin.t - look.margin.b;
+      const inner = layout.height - (layout.margin.t ?? 0) - look.margin.b;
       const excess = look.margin.b + Math.round(bar.y * inner);
       look.margin.b -= excess;
       look.height -= excess;
@@ -193,7 +193,10 @@
       const frame = frames[i] ?? {};
       const traces = tracesOf(frame);
       const layout = { ...data.layout, ...frame.layout };
-      if (frames.length) delete layout.title; // it is the caption
+      if (frames.length) { // the title is the caption, below the picture
+        delete layout.title;
+        layout.margin = { ...layout.margin, t: Math.min(layout.margin?.t ?? 24, 24) };
+      }
       window.Plotly.react(picture, traces, dressed(layout), { responsive: true, displayModeBar: false, ...data.config });
     }
     const label = data.layout?.meta?.label ?? (title(data.layout) || "figure");
