@@ -126,23 +126,23 @@ class Trainer:
 
     def train_step(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One step. Returns main loss, acceptance, gradient norm and loads, all still on the device."""
-        scale = self.config.lr_scale(self.step, self.progress)
+        balance, scale = self.config.balance, self.config.lr_scale(self.step, self.progress)
+        if self.biases:
+            self._place_bias()
         losses = self.forward(self.batch(), torch.tensor(self.progress, device=self.device))
         losses.total.backward()
         norm = self.optimizer.step(scale)
         for parameter in self.optimizer.parameters:
             parameter.grad = None
-        if self.biases:
-            self._move_bias(losses.counts)
+        if self.biases and self.progress < balance.bias_fade[0]:
+            update_selection_bias(self.bias_LE, losses.counts, balance.bias_rate)
         self.step += 1
         return losses.main, losses.acceptance, norm, losses.counts
 
     @torch.no_grad()
-    def _move_bias(self, counts_LE: Tensor) -> None:
-        balance = self.config.balance
-        if self.progress < balance.bias_fade[0]:
-            update_selection_bias(self.bias_LE, counts_LE, balance.bias_rate)
-        scale = balance.bias_scale(self.progress)
+    def _place_bias(self) -> None:
+        """Give the routers what the rule has accumulated, faded as far as the run has come."""
+        scale = self.config.balance.bias_scale(self.progress)
         torch._foreach_copy_([b.detach() for b in self.biases], list((self.bias_LE * scale).unbind()))
 
     def warm_up(self) -> None:
@@ -252,10 +252,9 @@ class Trainer:
         self.bias_LE.copy_(tensors.pop("bias"))
         self.optimizer.restore(tensors, about["optimizer_steps"])
         self.step, self.progress, self.history = about["step"], about["progress"], about["history"]
+        if self.config.minutes is None and self.config.steps:  # may be more steps than the first run wanted
+            self.progress = min(1.0, self.step / self.config.steps)
         self.sampler.restore(about["sampler"])
-        scale = self.config.balance.bias_scale(self.progress)
-        for bias, value in zip(self.biases, self.bias_LE * scale):
-            bias.data.copy_(value)
 
     def export(self, folder: Path, extra: Mapping[str, Any]) -> None:
         """Write the model as transformers loads it. A selection bias is left out: the saved configuration has none."""
