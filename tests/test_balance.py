@@ -112,7 +112,7 @@ def test_bias_fades_to_zero_before_the_end():
 
 
 def test_errors_say_what_to_change():
-    with pytest.raises(ConfigError, match="balance must be one of .*'aux-z'.* got 'loud'"):
+    with pytest.raises(ConfigError, match=r"balance must be one of .*'aux-z'.* got 'loud'"):
         BalanceConfig(mode="loud")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="bias_fade must be two fractions"):
         BalanceConfig(bias_fade=(0.8, 0.5))

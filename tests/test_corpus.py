@@ -53,7 +53,7 @@ def test_tokenizer_needs_room_for_bytes():
 def test_missing_file_and_missing_tokenizer_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"german\.train\.txt\.xz not found; --corpus must hold"):
         read_documents(tmp_path, "german", "train")
-    with pytest.raises(FileNotFoundError, match="no tokenizer.json in .* make one with"):
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json in .* make one with"):
         load_tokenizer(tmp_path)
 
 
