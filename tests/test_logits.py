@@ -10,8 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tinymoe.core.params import SamplingParams
-from tinymoe.engine import logits as logits_module
-from tinymoe.engine.logits import Row, apply_edits, restrict
+from tinymoe.engine.sampling import Row
+from tinymoe.engine.sampling import logits as logits_module
+from tinymoe.engine.sampling.logits import apply_edits, restrict
 
 V = 24
 IDS = st.integers(0, V - 1)

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from tinymoe.core.model_config import ConfigError
 from tinymoe.core.params import SamplingParams
-from tinymoe.engine import sampling
-from tinymoe.engine.logits import Row
-from tinymoe.engine.sampling import Sampler, check_params, gather_logprobs, prompt_logprobs
+from tinymoe.engine.sampling import Row, Sampler, check_params, gather_logprobs, prompt_logprobs
+from tinymoe.engine.sampling import sampler as sampler_module
 from tinymoe.ops import noise
 
 GREEDY = SamplingParams(temperature=0)
@@ -117,7 +116,7 @@ def test_the_chi_square_finds_mutants(monkeypatch, mutant):
             return noise.gumbel(seeds, positions, ids * 0, stream)
         return torch.erfinv(noise.uniform(seeds, positions, ids, stream) * 2 - 1) * math.sqrt(2)
 
-    monkeypatch.setattr(sampling, "gumbel", wrong)
+    monkeypatch.setattr(sampler_module, "gumbel", wrong)
     if mutant == "stuck position":  # each token comes twice: only the pairs show it
         drawn = draw_many()
         assert chi_square(drawn[::2] * 8 + drawn[1::2], np.outer(softmax(X), softmax(X)).flatten()) < 1e-9

@@ -17,11 +17,10 @@ from tinymoe.core.sequence import Request, Sequence, Status
 from tinymoe.core.trace import FINISH_REASONS, Trace
 from tinymoe.engine.batch import Batch
 from tinymoe.engine.intake import Intake, RequestError, Text
-from tinymoe.engine.logits import Row
 from tinymoe.engine.report import Reporter
 from tinymoe.engine.routes import RouteRecorder
 from tinymoe.engine.runner import Runner
-from tinymoe.engine.sampling import Sampled, Sampler
+from tinymoe.engine.sampling import Row, Sampled, Sampler
 from tinymoe.engine.scheduler import Scheduler
 from tinymoe.model.decoder import Decoder
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tinymoe.core.model_config import require
 from tinymoe.core.outputs import Logprob
 from tinymoe.core.params import SamplingParams
-from tinymoe.engine.logits import Row, apply_edits, restrict
+from tinymoe.engine.sampling.logits import Row, apply_edits, restrict
 from tinymoe.ops.noise import TARGET, gumbel
 
 
@@ -90,7 +90,7 @@ class Sampler:
         positions_R = torch.tensor([row.position for row in rows], device=device)
         ids_V = torch.arange(vocab, device=device)
         # Blocks of rows bound the scratch memory, and on a CPU keep it in the cache.
-        block = max(1, (1 << 17 if device.type == "cpu" else 1 << 26) // vocab)
+        block = max(1, (1 << 16 if device.type == "cpu" else 1 << 26) // vocab)
         drawn = []
         for start in range(0, len(rows), block):
             part = slice(start, start + block)

@@ -20,7 +20,7 @@ class Row(NamedTuple):
 
     position: absolute index of the token that is being chosen. stop_ids: eos and stop ids, banned while there are
     fewer than params.min_tokens outputs. bad_word_ids: token sequences that must not be completed.
-    Ids must be in range: engine.sampling.check_params says so once per request.
+    Ids must be in range: sampler.check_params says so once per request.
     """
 
     params: SamplingParams
@@ -127,11 +127,13 @@ def _top_p(x_RV: Tensor, p_R1: Tensor, candidates: int) -> tuple[Tensor, Tensor]
     top_RC = x_RV.topk(candidates).values
     weight_RC = top_RC.double().exp()
     before_RC = weight_RC.cumsum(-1) - weight_RC
-    wanted_R1 = p_R1 * x_RV.double().exp().sum(-1, keepdim=True)
+    wanted_R1 = p_R1 * x_RV.exp().sum(-1, keepdim=True, dtype=torch.float64)
     count_R1 = (before_RC < wanted_R1).sum(-1, keepdim=True).clamp_(min=1)
     finished_R1 = count_R1 < (candidates if candidates < x_RV.shape[1] else candidates + 1)
     border_R1 = top_RC.gather(1, count_R1 - 1)
     ties_R1 = count_R1 - (top_RC > border_R1).sum(-1, keepdim=True)
     tied_RV = x_RV == border_R1
-    keep_RV = (x_RV > border_R1) | (tied_RV & (tied_RV.cumsum(-1) <= ties_R1)) | ~finished_R1
+    keep_RV = (
+        (x_RV > border_R1) | (tied_RV & (tied_RV.cumsum(-1, dtype=torch.int32) <= ties_R1)) | ~finished_R1
+    )
     return x_RV.masked_fill(~keep_RV, -torch.inf), finished_R1[:, 0]
