@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from tinymoe.core.model_config import ConfigError, LayerConfig, ModelConfig, MoEConfig, RopeConfig
 from tinymoe.model.families import FAMILIES, model_config_from_hf
 from tinymoe.model.hf_config import hf_config
-from tinymoe.model.layers import rope_frequencies
+from tinymoe.model.layers import ACTIVATIONS, activation, rope_frequencies
 
 KNOWN = "dots1, llama, mistral, mixtral, olmoe, qwen2, qwen2_moe, qwen3, qwen3_moe"
 NEEDED = {"dots1": {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2}}
@@ -122,6 +122,14 @@ ROPES = {
     "yarn-mscale": {**YARN, "mscale": 1.3, "mscale_all_dim": 0.7},
     "yarn-mscale-alone": {**YARN, "mscale": 1.3},
     "yarn-factor": {**YARN, "attention_factor": 1.25},
+    "yarn-tiny-context": {
+        **YARN,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 4,
+        "beta_slow": 3,
+        "truncate": False,
+    },
+    "yarn-zero-betas": {**YARN, "beta_fast": 0, "beta_slow": 0},
     "yarn-no-original": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1000.0},
 }
 
@@ -150,7 +158,7 @@ def test_rope_in_both_spellings(name, model_type):
     assert config(model_type, **options, rope_theta=theta, rope_scaling=scaling) == new
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=200)
 @given(
     head_dim=st.integers(2, 40).map(lambda n: 2 * n),
     theta=st.floats(100, 1e6),
@@ -174,6 +182,14 @@ def test_top_level_original_length_wins_as_in_transformers():
     judge = theirs("llama", **SIZES, rope_scaling=dict(rope), original_max_position_embeddings=64)
     assert got.rope.original_max_position_embeddings == 64
     same_frequencies(got, judge)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_are_those_of_transformers(name):
+    x = torch.linspace(-6, 6, 101)
+    torch.testing.assert_close(
+        activation(name)(x), transformers.activations.ACT2FN[name](x), rtol=0, atol=1e-6
+    )
 
 
 def test_experts_under_either_name():

@@ -152,10 +152,10 @@ def rope_from_hf(config: Mapping[str, Any], default_theta: float, max_position_e
         require(o.get(name) is not None, f"rope_type {kind!r} needs {name}, which is missing")
         values[name] = o.float(name)
     for name in _ROPE_MAY[kind]:
-        absent = o.get(name) is None or (
-            name.startswith("beta") and not o.get(name)
-        )  # a beta of 0 means the default
-        if not absent:
+        default = (
+            (None, 0) if name.startswith("beta") else (None,)
+        )  # transformers takes a beta of 0 for absent
+        if o.get(name) not in default:
             values[name] = o.bool(name) if name == "truncate" else o.float(name)
     return RopeConfig(theta=o.float("rope_theta"), kind=kind, **values)
 

@@ -89,7 +89,8 @@ def _yarn_frequencies(rope: RopeConfig, dim: int, freq: Tensor, original: int) -
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    # A span below zero (a very short original context) is kept, as in transformers: it scales nothing.
+    ramp = ((torch.arange(dim // 2).float() - low) / ((high - low) or 0.001)).clamp(0, 1)
     freq = freq / rope.factor * ramp + freq * (1 - ramp)
     attention_factor = rope.attention_factor
     if attention_factor is None:
