@@ -5,7 +5,7 @@
 .NOTPARALLEL:
 SHELL := /bin/sh
 
-PYTHON ?=
+PYTHONS := $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3 python)
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -33,14 +33,14 @@ help:
 # ---------------------------------------------------------------------------------------------------- set-up
 
 $(STAMP)/venv:
-	@for python in $(PYTHON) python3.11 python3.12 python3.13 python3.14 python3 python; do \
+	@for python in $(PYTHONS); do \
 	  $$python -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null || continue; \
 	  echo "Making $(VENV) with $$($$python -c 'import sys; print(sys.executable, sys.version.split()[0])')"; \
 	  $$python -m venv --clear $(VENV) && mkdir -p $(STAMP) && touch $@; exit; \
 	done; \
-	echo "tinymoe needs Python 3.11 to 3.14 with its venv module, and found none (looked for: $(PYTHON) python3.11" \
-	  "python3.12 python3.13 python3.14 python3 python). Install one (Debian, Ubuntu: apt-get install python3 python3-venv)" \
-	  "or name one: make PYTHON=/path/to/python3.11" >&2; exit 1
+	echo "tinymoe needs Python 3.11 to 3.14 with its venv module; none of these is one: $(PYTHONS)." \
+	  "Install one (Debian, Ubuntu: apt-get install python3 python3-venv) or name one: make PYTHON=/path/to/python3.11" >&2; \
+	exit 1
 
 # torch alone comes first, at its pin, so that nothing else decides which build of it is taken.
 $(STAMP)/base-$(KEY): $(STAMP)/venv
@@ -79,8 +79,8 @@ demo: $(STAMP)/base-$(KEY)
 	@$(PY) -m tinymoe demo
 
 lab: $(STAMP)/lab-$(KEY)
-	@$(PY) -m jupyterlab --ip=127.0.0.1 --notebook-dir=notebooks \
-	  --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate
+	@$(PY) -m jupyterlab --ip=127.0.0.1 --ServerApp.root_dir=notebooks $$([ "$$(id -u)" != 0 ] || echo --allow-root) \
+	  --LabApp.extension_manager=readonly --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate
 
 book: $(STAMP)/book-$(KEY)
 	@$(PY) -m sphinx --fail-on-warning --quiet --builder html --doctree-dir book/_build/doctrees book book/_build/html
