@@ -30,7 +30,7 @@ class _Chart:
         self.waits: list[list[int]] = []
         self.ended: list[list[int]] = []
         self._cells: dict[int, list] = {}
-        self._open_waits: list[list[int]] = []
+        self._held_up: dict[int, int] = {}  # seq -> the last reason noted in this step
         self._cached: dict[int, int] = {}
 
     def apply(self, event) -> None:
@@ -47,7 +47,7 @@ class _Chart:
             case "chunk":
                 self._run(event)
             case "wait":
-                self._open_waits.append([event.seq, event.why])
+                self._held_up[event.seq] = event.why
             case "preempt":
                 self.waiting[event.seq] = None
                 self._cells[event.seq] = [event.seq, PREEMPTED, event.lost, 0]
@@ -76,8 +76,8 @@ class _Chart:
         self.columns.append([event.step, event.budget, event.used, cells])
         # The engine notes who is held up while it plans; whoever ran after all did not wait.
         ran = {c[0] for c in cells if c[1] in (PREFILL, DECODE)}
-        self.waits = [[seq, why] for seq, why in dict(self._open_waits).items() if seq not in ran]
-        self._open_waits, self._cells = [], {}
+        self.waits = [[seq, why] for seq, why in self._held_up.items() if seq not in ran]
+        self._held_up, self._cells = {}, {}
 
 
 def frame(events: Events, i: int, *, window: int = 32) -> Frame:

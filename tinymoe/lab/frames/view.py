@@ -1,6 +1,6 @@
 """What every view offers, and the words they share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tinymoe.core.trace import Event
@@ -10,17 +10,28 @@ Events = Sequence[Event]
 
 
 class View(Protocol):
-    """A module of tinymoe.lab.frames. `i` counts within `events`; any i is valid, also between two moments."""
+    """A module of tinymoe.lab.frames. `i` counts within `events`; any i is valid, also between two moments.
 
-    KINDS: frozenset[str]
+    DECISIONS: kinds of events worth jumping to. moments(events, **options), frame(events, i, **options).
+    """
 
-    def moments(self, events: Events, **options: Any) -> list[int]: ...
+    @property
+    def KINDS(self) -> frozenset[str]: ...
 
-    def frame(self, events: Events, i: int, **options: Any) -> Frame: ...
+    @property
+    def DECISIONS(self) -> frozenset[str]: ...
 
-    def caption(self, frame: Frame) -> str: ...
+    @property
+    def moments(self) -> Callable[..., list[int]]: ...
 
-    def table(self, frame: Frame) -> list[list]: ...
+    @property
+    def frame(self) -> Callable[..., Frame]: ...
+
+    @property
+    def caption(self) -> Callable[[Frame], str]: ...
+
+    @property
+    def table(self) -> Callable[[Frame], list[list]]: ...
 
 
 def letters(seq: int) -> str:

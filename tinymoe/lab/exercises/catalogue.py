@@ -1,0 +1,17 @@
+"""Which judge an exercise has. The first two digits are the notebook's."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from tinymoe.lab.exercises import paging, routing, scheduling
+from tinymoe.lab.exercises.judge import Judge
+
+JUDGES: Mapping[str, Judge] = MappingProxyType(
+    {
+        "02.1": routing.imbalance,
+        "09.1": paging.pool,
+        "09.2": paging.next_block,
+        "10.1": paging.hit_tokens,
+        "12.1": scheduling.plan,
+    }
+)

@@ -1,0 +1,71 @@
+"""A lesson: fixed seeds, checked exercises, predictions, and a recap that prints the same on every run."""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import plotly.io
+import torch
+
+from tinymoe.core.trace import Event
+from tinymoe.lab.exercises.catalogue import JUDGES
+from tinymoe.lab.exercises.judge import Judge, decide
+from tinymoe.lab.widgets.predict import Predict
+
+THREADS = 2
+
+
+class Lesson:
+    """number: the notebook's two digits, as in Lesson("05"). Seeds random, numpy and torch, and fixes torch's threads.
+
+    Plotly's template is switched off: it would add 6.5 KB to every stored figure.
+    judges: exercise id -> judge; the catalogue by default.
+    """
+
+    def __init__(self, number: str, seed: int = 0, *, judges: Mapping[str, Judge] = JUDGES):
+        if not (isinstance(number, str) and len(number) == 2 and number.isdigit()):
+            raise ValueError(f'a lesson has two digits, as in Lesson("05"), got {number!r}')
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        torch.set_num_threads(THREADS)
+        plotly.io.templates.default = "none"
+        self.number, self.seed = number, seed
+        self._judges = {k: j for k, j in judges.items() if k.startswith(f"{number}.")}
+        self._state = dict.fromkeys(sorted(self._judges), "open")
+        self._predictions: list[Predict] = []
+
+    def check(self, exercise: str, answer: Any, *given: Any) -> None:
+        """Judge an answer and print one line: not answered yet, correct, or not yet with a counter-example.
+
+        given: what else the judge needs, for example the recording that is the key. Raises KeyError for an unknown id.
+        """
+        if exercise not in self._judges:
+            known = ", ".join(self._judges) or "none"
+            raise KeyError(f"lesson {self.number} has no exercise {exercise!r}; it has {known}")
+        verdict = decide(self._judges[exercise], answer, *given)
+        if verdict is None:
+            self._state[exercise] = "open"
+            print(f"[{exercise}] not answered yet")
+        else:
+            self._state[exercise] = "correct" if verdict.ok else "not yet"
+            print(f"[{exercise}] {self._state[exercise]}: {verdict.message}")
+
+    def predict(
+        self, events: Sequence[Event], at: int, question: str, *, num_blocks: int | None = None
+    ) -> Predict:
+        """A question about what follows events[at] (see widgets.predict.QUESTIONS); the first answer counts in the recap."""
+        widget = Predict(events, at, question, num_blocks=num_blocks)
+        self._predictions.append(widget)
+        return widget
+
+    def recap(self) -> None:
+        """Print which exercises are solved and how many predictions were right."""
+        solved = sum(state == "correct" for state in self._state.values())
+        listed = ", ".join(f"{k} {state}" for k, state in self._state.items()) or "none"
+        print(f"Lesson {self.number}: {solved} of {len(self._state)} exercises solved ({listed}).")
+        if self._predictions:
+            made = sum(p.answered for p in self._predictions)
+            right = sum(p.right for p in self._predictions)
+            print(f"Predictions: {made} of {len(self._predictions)} made, {right} right.")
