@@ -18,7 +18,7 @@ class Reporter:
         """Fill in decoded_token of {token id: Logprob}."""
         if self.text is not None:
             for token, logprob in entry.items():
-                logprob.decoded_token = self.text.decode_token(token)
+                logprob.decoded_token = self.text.decoded_token(token)
         return entry
 
     def keep_prompt_logprobs(self, chunk: Chunk, logits_TV: Tensor) -> None:

@@ -1,0 +1,22 @@
+"""`tinymoe bench`: measure the engine and write the figures that README, notebooks and book show."""
+
+import argparse
+from pathlib import Path
+
+from tinymoe.bench import engine
+
+SUITES = {"engine": engine}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    suites = parser.add_subparsers(dest="suite", required=True, metavar="suite")
+    for name, module in SUITES.items():
+        text = (module.__doc__ or "").splitlines()[0]
+        sub = suites.add_parser(name, help=text, description=text)
+        sub.add_argument("--out", type=Path, default=None, metavar="FILE", help="write the results JSON here")
+        module.add_arguments(sub)
+        sub.set_defaults(suite_run=module.run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return arguments.suite_run(arguments)
