@@ -42,7 +42,12 @@ def probe_outputs() -> list[dict]:
     steps = [[20 - i, 10 + i, 5] for i in range(11)]
     plotly = {
         "data": [{"type": "bar", "x": ["a", "b", "c"], "y": steps[0]}],
-        "layout": {"title": {"text": "step 0"}, "yaxis": {"range": [0, 25]}, "height": 260},
+        "layout": {
+            "title": {"text": "step 4"},
+            "yaxis": {"range": [0, 25]},
+            "height": 260,
+            "sliders": [{"active": 4}],
+        },
         "frames": [
             {"data": [{"y": y}], "layout": {"title": {"text": f"step {i}"}}} for i, y in enumerate(steps)
         ],
@@ -134,6 +139,7 @@ def drive(page: Page, nth: int) -> None:
     player = page.locator(".player").nth(nth)
     slider = player.get_by_role("slider")
     last = int(slider.get_attribute("max"))
+    slider.press("Home")  # a replay may begin in the middle
     seen = [state(page, nth)]
 
     def moved(action: str, to: int) -> None:
