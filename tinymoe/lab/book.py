@@ -1,17 +1,9 @@
 """The book's side of a live widget: MyST-NB renders its replay, so that the picture moves without a kernel.
 
-A widget's output carries, beside its live view, a bundle of type REPLAY:
-
-    {"schema": 1,
-     "esm": "page_table",        the module tinymoe/lab/page_table.js, the same one that draws it in JupyterLab
-     "label": "page table",      what the picture is, for its accessible name
-     "frames": [...],            what the picture shows at each moment, as tinymoe.lab.frames makes them
-     "captions": ["...", ...],   the same in words, one for each frame
-     "tables": [[[...]]],        optional: the same in rows, the first row is the header
-     "traits": {...}}            optional: further traits that the module reads
-
-The module exports `default {render({model, el})}`, draws `model.get("frame")`, and draws again on "change:frame". The
-book gives it a model that holds the traits and that frame, and puts its own controls, caption and table around it.
+A widget leaves a bundle (tinymoe.lab.widgets.replay says what is in it) that names one of the ES modules of tinymoe/lab,
+the same one that draws the picture in JupyterLab. The module exports `default {render({model, el})}`, draws
+`model.get("frame")`, and draws again on "change:frame". The book gives it a model that holds one frame after the other,
+and puts controls, caption and table around it (book/_static/player.js).
 """
 
 import json
@@ -20,8 +12,8 @@ from typing import Any, ClassVar
 
 from docutils import nodes
 
-REPLAY = "application/vnd.tinymoe.replay+json"
-PLOTLY = "application/vnd.plotly.v1+json"
+from tinymoe.lab.widgets.replay import PLOTLY, REPLAY
+
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
