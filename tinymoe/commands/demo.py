@@ -5,7 +5,7 @@ import json
 import time
 
 import numpy as np
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -14,6 +14,9 @@ from tinymoe.commands.options import add_model_arguments, make_llm
 from tinymoe.core.outputs import RequestOutput
 from tinymoe.core.params import SamplingParams
 from tinymoe.core.trace import Recording
+from tinymoe.lab import terminal
+from tinymoe.lab.frames import load, pages
+from tinymoe.lab.frames.view import letters
 from tinymoe.llm import LLM
 
 SHARED = (
@@ -27,10 +30,9 @@ PROMPTS = {
     "python": 'class Stack:\n    """A last-in, first-out stack."""\n\n    def __init__(self):\n        self.items = []\n\n    def push(self, ',
     "verse": "KING RICHARD:\nWhat news, my lord? Why dost thou look so pale?\n\nDUKE:\n",
     "sums": "12+35=47\n61-18=43\n7*8=56\n23+49=",
-    "shared A": SHARED + "he heard a knock at the door",
-    "shared B": SHARED + "the lamp went out",
+    "pair A": SHARED + "he heard a knock at the door",
+    "pair B": SHARED + "the lamp went out",
 }
-SHADES = " ·░▒▓█"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False)
-    llm = make_llm(arguments, return_routed_experts=True)
+    if arguments.num_blocks is None and arguments.kv_cache_bytes is None:
+        arguments.num_blocks = 128  # small enough to draw
+    llm = make_llm(arguments)
     config = llm.model_config
     console.print(
         f"[bold]{arguments.model}[/]: {config.num_parameters() / 1e6:.1f} M parameters, "
@@ -50,10 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
     params = SamplingParams(
         temperature=0.7, top_p=0.95, max_tokens=arguments.max_tokens, seed=arguments.seed, ignore_eos=True
     )
-    finals, pages, seconds = serve(llm, params, console)
-    console.print(draw_pages(pages, llm))
+    finals, events, seconds = serve(llm, params, console)
+    console.print(draw_pages(events, llm))
     if config.is_moe:
-        console.print(draw_load(finals, config.max_experts))
+        console.print(draw_load(events))
     print(json.dumps(summary(llm, finals, seconds)))
     return 0
 
@@ -61,7 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
 def serve(
     llm: LLM, params: SamplingParams, console: Console
 ) -> tuple[dict[str, RequestOutput], Recording, float]:
-    """Run all prompts in one engine; returns the finished requests, the page events, and the seconds it took."""
+    """Run all prompts in one engine; returns the finished requests, what happened, and the seconds it took (with the
+    recording on, which costs some speed)."""
     engine, seen = llm.engine, {}
     with engine.trace.record() as events, Live(console=console, refresh_per_second=8, transient=True) as live:
         start = time.perf_counter()
@@ -90,58 +95,28 @@ def draw_answers(outputs: dict[str, RequestOutput]) -> Table:
     return table
 
 
-def draw_load(outputs: dict[str, RequestOutput], num_experts: int) -> Table:
-    """Share of each domain's tokens that each expert got, in the layer where the domains differ most."""
-    shares = {}
-    for name, output in outputs.items():
-        experts = output.outputs[0].routed_experts
-        counts = np.stack(
-            [np.bincount(layer[layer >= 0], minlength=num_experts) for layer in experts.swapaxes(0, 1)]
-        )
-        shares[name] = counts / counts.sum(1, keepdims=True).clip(min=1)
-    stacked = np.stack(list(shares.values()))
-    layer = int(stacked.std(0).sum(1).argmax())
-    table = Table(title=f"Who gets the work: layer {layer}, share of each prompt's visits (darker: more)")
-    table.add_column("prompt", style="bold")
-    for expert in range(num_experts):
-        table.add_column(f"{expert}", justify="center")
-    table.add_column("max/mean")
-    for name, share in shares.items():
-        row = share[layer]
-        cells = [
-            SHADES[min(len(SHADES) - 1, int(np.ceil(x * num_experts / 4 * (len(SHADES) - 1))))] * 2
-            for x in row
-        ]
-        table.add_row(name, *cells, f"{row.max() * num_experts:.1f}")
-    return table
+def draw_load(events: Recording) -> RenderableType:
+    """Who gets the work: tokens per expert and prompt, in the layer where the prompts differ most."""
+    groups = {e.seq: list(PROMPTS)[e.request] for e in events.of("arrive")}
+    layers = sorted({e.layer for e in events.of("route")})
+    frames = {layer: load.by_group(events, groups, layer) for layer in layers}
+
+    def spread(layer: int) -> float:
+        return float(np.asarray(load.percent_of_mean(frames[layer])).std(0).sum())
+
+    layer = max(layers, key=spread)
+    title = f"Who gets the work: layer {layer}, percent of the mean, per prompt"
+    return terminal.expert_load(frames[layer], title)
 
 
-def draw_pages(events: Recording, llm: LLM) -> Table:
-    """Block tables at the step with the most pages in use, rebuilt from the trace. Shared pages carry a star."""
-    tables, best, owners = {}, {}, {}
-    names = {}
-    for event in events:
-        if event.kind == "admit":
-            names[event.seq] = list(PROMPTS)[event.request]
-        if event.kind in ("alloc", "share"):
-            tables.setdefault(event.seq, []).append(event.block)
-        elif event.kind == "cow":
-            tables[event.seq][event.index] = event.new
-        elif event.kind in ("finish", "preempt"):
-            tables.pop(event.seq, None)
-        if sum(map(len, tables.values())) > sum(map(len, best.values())):
-            best = {seq: list(blocks) for seq, blocks in tables.items()}
-    for blocks in best.values():
-        for block in blocks:
-            owners[block] = owners.get(block, 0) + 1
-    size, total = llm.engine.config.block_size, llm.engine.blocks.pool.num_blocks
-    used = len(owners)
-    table = Table(title=f"Page table at its fullest: {used} of {total} pages of {size} tokens, * = shared")
-    table.add_column("prompt", style="bold")
-    table.add_column("pages")
-    for seq, blocks in best.items():
-        table.add_row(names[seq], " ".join(f"{b}*" if owners[b] > 1 else str(b) for b in blocks))
-    return table
+def draw_pages(events: Recording, llm: LLM) -> RenderableType:
+    """The page table just before the first request ends, when all seven hold pages."""
+    first_end = events.of("finish")[0].index
+    last_step = max(e.index for e in events.of("step") if e.index < first_end)
+    pool, size = llm.engine.blocks.pool, llm.engine.config.block_size
+    frame = pages.frame(events, last_step, num_blocks=min(pool.num_blocks, 128), block_size=size)
+    names = ", ".join(f"{letters(e.seq)} {list(PROMPTS)[e.request]}" for e in events.of("arrive"))
+    return terminal.page_table(frame, f"{names}. {pages.caption(frame)}")
 
 
 def summary(llm: LLM, outputs: dict[str, RequestOutput], seconds: float) -> dict[str, object]:
