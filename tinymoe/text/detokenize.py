@@ -77,19 +77,19 @@ class ByteFallback(Stage):
     """
 
     def __init__(self):
-        self._run = b""
+        self._run = bytearray()
 
     def push(self, parts):
         out = []
         for part in parts:
             if match := BYTE_TOKEN.fullmatch(part):
-                self._run += bytes([int(match[1], 16)])
+                self._run.append(int(match[1], 16))
             else:
                 out += [*self.finish(), part]
         return out
 
     def finish(self):
-        run, self._run = self._run, b""
+        run, self._run = self._run, bytearray()
         if not run:
             return []
         try:

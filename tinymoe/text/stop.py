@@ -14,7 +14,7 @@ class StopChecker:
     """
 
     def __init__(self, stop: tuple[str, ...]):
-        self._patterns = [(s, _borders(s)) for s in stop]
+        self.patterns = [(s, _borders(s)) for s in stop]
         self._matched = [0] * len(stop)  # characters of each stop string that the text ends with
 
     @property
@@ -23,8 +23,8 @@ class StopChecker:
 
     def feed(self, text: str, *, armed: bool = True) -> tuple[int, str] | None:
         """(end in `text`, stop string) of the first one completed; unless armed, completed ones are passed over."""
-        for i, char in enumerate(text):
-            for j, (stop, borders) in enumerate(self._patterns):
+        for i, char in enumerate(text if self.patterns else ""):
+            for j, (stop, borders) in enumerate(self.patterns):
                 k = self._matched[j]
                 while k and stop[k] != char:
                     k = borders[k]
@@ -34,8 +34,6 @@ class StopChecker:
                         return i + 1, stop
                     k = borders[k]
                 self._matched[j] = k
-            if not self._patterns:
-                break
         return None
 
     def peek(self, text: str) -> tuple[int, str] | None:
@@ -95,10 +93,11 @@ class TextState:
         self._armed = num_output_tokens >= self._min_tokens
         if ends and not self._include:
             return None
-        stop, pending = self._take(self._detokenizer.push((token_id,))), self._detokenizer.pending()
-        # Ending here would make the pending characters final, so a stop string in them need not wait for more tokens.
-        if stop is None and self._armed and pending and self._checker.peek(pending):
-            stop = self._take(pending)
+        stop = self._take(self._detokenizer.push((token_id,)))
+        if stop is None and self._armed and self._checker.patterns:
+            # Ending here would make pending characters final: a stop string in them need not wait for more tokens.
+            pending = self._detokenizer.pending()
+            stop = self._take(pending) if self._checker.peek(pending) else None
         return stop
 
     def finish(self) -> str | None:
