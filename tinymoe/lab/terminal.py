@@ -21,7 +21,7 @@ def expert_load(frame: Frame, title: str = "Tokens per expert, in percent of the
     grid.add_column("")
     for expert in range(frame["experts"]):
         grid.add_column(f"{expert}", justify="right", min_width=4)
-    grid.add_column("max/mean", justify="right", min_width=9)
+    grid.add_column("max/mean", justify="right", min_width=8)
     for name, counts, percents in zip(frame["rows"], frame["counts"], load.percent_of_mean(frame)):
         cells = [
             Text(f"{_bar(p)}{p}", style="bold #d55e00" if p > 150 else "bold" if p > 100 else "")
