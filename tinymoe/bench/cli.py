@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from tinymoe.bench import engine
+from tinymoe.bench import engine, tables
 
-SUITES = {"engine": engine}
+SUITES = {"engine": engine, "tables": tables}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -81,15 +81,17 @@ def causal_attention(q_TNH: Tensor, k_CGH: Tensor, v_CGH: Tensor, *, window: int
     T, C, N, G = q_TNH.shape[0], k_CGH.shape[0], q_TNH.shape[1], k_CGH.shape[1]
     if T == 1 and window is not None:
         k_CGH, v_CGH, window = k_CGH[-window:], v_CGH[-window:], None
-    mask_TC = causal_mask(T, C, window, q_TNH.device)
+    whole = T == C > 1 and window is None  # a prompt from its start: no mask has to be built
+    mask_TC = None if whole else causal_mask(T, C, window, q_TNH.device)
     out = F.scaled_dot_product_attention(
         q_TNH.transpose(0, 1)[None],
         k_CGH.transpose(0, 1)[None],
         v_CGH.transpose(0, 1)[None],
         attn_mask=mask_TC,
+        is_causal=whole,
         enable_gqa=N != G,
     )
-    if mask_TC is None or all_finite(out):
+    if (mask_TC is None and not whole) or all_finite(out):
         return out[0].transpose(0, 1)
     # A mask multiplies by 0, and 0 · NaN is NaN: position by position, with nothing in sight that must not be seen.
     ends = range(C - T + 1, C + 1)
