@@ -255,11 +255,12 @@ def test_injection_on_a_made_notebook(tmp_path):
         ("code", 'lesson.check("10.1", hit_tokens)'),
         ("code", "lesson.recap()"),
     ]
-    solutions, wrong = SOLVED["10"]["SOLUTIONS"], {"10.1": SOLVED["10"]["WRONG"]["10.1"][:1]}
+    solutions = {"10.1": SOLVED["10"]["SOLUTIONS"]["10.1"]}
+    wrong = {"10.1": SOLVED["10"]["WRONG"]["10.1"][:1]}
     notebook = build(cells, "10_prefixes")
     said = inject(notebook, tmp_path, solutions, wrong)
     assert_judged(said, solutions, wrong)
-    assert "1 of 1 exercises solved (10.1 correct)" in notebook.cells[-1].outputs[0].text
+    assert "1 of 2 exercises solved (10.1 correct, 10.2 open)" in notebook.cells[-1].outputs[0].text
     accepted = {"10.1": {**said["10.1"], "wrong": [said["10.1"]["solution"]]}}
     with pytest.raises(AssertionError):
         assert_judged(accepted, solutions, wrong)

@@ -14,6 +14,17 @@ def hit_tokens(cached, salt, prompt, block_size):
         best = max(best, same // block_size * block_size)
     return best
 """,
+    "10.2": """
+def before_write(table, index, refs, free):
+    old = table[index]
+    if refs[old] == 1:
+        return None
+    new = free.pop()
+    refs[old] -= 1
+    refs[new] = 1
+    table[index] = new
+    return old, new
+""",
 }
 
 WRONG = {
@@ -62,6 +73,44 @@ def hit_tokens(cached, salt, prompt, block_size):
             break
         hits += block_size
     return hits
+""",
+    ],
+    "10.2": [
+        # writes where others read
+        """
+def before_write(table, index, refs, free):
+    return None
+""",
+        # copies even what nobody else owns
+        """
+def before_write(table, index, refs, free):
+    old, new = table[index], free.pop()
+    refs[old] -= 1
+    refs[new] = 1
+    table[index] = new
+    return old, new
+""",
+        # the old block keeps an owner too many, so it is never freed
+        """
+def before_write(table, index, refs, free):
+    old = table[index]
+    if refs[old] == 1:
+        return None
+    new = free.pop()
+    refs[new] = 1
+    table[index] = new
+    return old, new
+""",
+        # the block table still leads to the shared block
+        """
+def before_write(table, index, refs, free):
+    old = table[index]
+    if refs[old] == 1:
+        return None
+    new = free.pop()
+    refs[old] -= 1
+    refs[new] = 1
+    return old, new
 """,
     ],
 }

@@ -3,15 +3,18 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tinymoe.lab.exercises import paging, routing, scheduling
+from tinymoe.lab.exercises import caching, paging, routing, scheduling
 from tinymoe.lab.exercises.judge import Judge
 
 JUDGES: Mapping[str, Judge] = MappingProxyType(
     {
         "02.1": routing.imbalance,
+        "08.1": caching.bytes_per_token,
+        "08.2": caching.tokens_computed,
         "09.1": paging.pool,
         "09.2": paging.next_block,
         "10.1": paging.hit_tokens,
+        "10.2": caching.copy_on_write,
         "12.1": scheduling.plan,
     }
 )
