@@ -38,7 +38,7 @@ def judge(pieces, stop, min_tokens=0):
     st.lists(st.text("ab", max_size=5), max_size=8),
     st.lists(st.text("ab", min_size=1, max_size=5), max_size=4),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_checker_equals_the_search(pieces, stop):
     checker, want, before = StopChecker(tuple(stop)), judge(pieces, stop), 0
     for n, piece in enumerate(pieces, 1):
@@ -69,7 +69,7 @@ def run(decoding, params, ids, prompt=()):
 
 
 @given(IDS, STOPS, st.booleans(), st.integers(0, 5))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_text_equals_the_search(ids, stop, include, min_tokens):
     params = SamplingParams(stop=stop, include_stop_str_in_output=include, min_tokens=min_tokens)
     shown, fired, text, used = run(LETTERS, params, ids)

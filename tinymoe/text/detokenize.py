@@ -28,6 +28,21 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
 
 
+class Spelling(dict[str, bytes]):
+    """Token -> the bytes it spells, worked out once; a token with a foreign character stands for itself."""
+
+    def __init__(self):
+        self._alphabet = byte_alphabet()
+
+    def __missing__(self, token: str) -> bytes:
+        try:
+            spelled = bytes([self._alphabet[c] for c in token])
+        except KeyError:
+            spelled = token.encode()
+        self[token] = spelled
+        return spelled
+
+
 class Stage:
     """One decoder: `push` takes the next tokens and returns what is certain, `finish` returns the rest."""
 
@@ -51,20 +66,14 @@ class Join(Stage):
 
 
 class ByteLevel(Stage):
-    """Tokens spell bytes, the bytes are UTF-8; a token with a foreign character stands for itself."""
+    """Tokens spell bytes, and the bytes are UTF-8."""
 
-    def __init__(self, alphabet: dict[str, int]):
-        self._alphabet = alphabet
+    def __init__(self, spelling: Spelling):
+        self._spelling = spelling
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def _spell(self, token: str) -> bytes:
-        try:
-            return bytes([self._alphabet[c] for c in token])
-        except KeyError:
-            return token.encode()
-
     def push(self, parts):
-        return [self._utf8.decode(b"".join(map(self._spell, parts)))]
+        return [self._utf8.decode(b"".join([self._spelling[part] for part in parts]))]
 
     def finish(self):
         return [self._utf8.decode(b"", final=True)]
@@ -154,13 +163,13 @@ def stages(spec: dict | None) -> list[Callable[[], Stage]]:
             todo += reversed(item["decoders"])
         else:
             flat.append(item)
-    makers, fused, alphabet = [], False, byte_alphabet()  # fused: token borders are gone
+    makers, fused = [], False  # fused: token borders are gone
     for item in flat:
         kind, pattern = item["type"], item.get("pattern", {}).get("String", "")
         if kind == "Fuse":
             fused = True
         elif kind == "ByteLevel" and not fused:
-            makers.append(partial(ByteLevel, alphabet))
+            makers.append(partial(ByteLevel, Spelling()))
             fused = True
         elif kind == "ByteFallback" and not fused:
             makers.append(ByteFallback)
@@ -179,12 +188,23 @@ def stages(spec: dict | None) -> list[Callable[[], Stage]]:
     return makers
 
 
+class Tokens(dict[int, str | None]):
+    """Id -> its string, looked up once; None if the tokenizer has none (vocabularies are often padded)."""
+
+    def __init__(self, backend: tokenizers.Tokenizer):
+        self._backend = backend
+
+    def __missing__(self, token_id: int) -> str | None:
+        self[token_id] = token = self._backend.id_to_token(token_id)
+        return token
+
+
 class Decoding:
     """What detokenisers of one tokenizer share: the string of each id, which ids are special, the stages."""
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self._backend = backend
-        self._tokens: dict[int, str | None] = {}
+        self.tokens = Tokens(backend)
         added = backend.get_added_tokens_decoder()
         special = {token.content for token in added.values() if token.special}
         self.special_ids = frozenset(i for i, token in added.items() if token.content in special)
@@ -198,15 +218,9 @@ class Decoding:
         """Fresh stages, for one sequence."""
         return [maker() for maker in self._makers]
 
-    def token(self, token_id: int) -> str | None:
-        """The string of an id, None if the tokenizer has none (vocabularies are often padded)."""
-        if token_id not in self._tokens:
-            self._tokens[token_id] = self._backend.id_to_token(token_id)
-        return self._tokens[token_id]
-
     def alone(self, token_id: int) -> str:
         """One token as it looks inside a text; U+FFFD for part of a character, "" for an id without a token."""
-        token, chain = self.token(token_id), self.chain()
+        token, chain = self.tokens[token_id], self.chain()
         return _finish(chain, [SAMPLE_TOKEN] if token is None else [SAMPLE_TOKEN, token])[1:]
 
 
@@ -226,15 +240,15 @@ class IncrementalDetokenizer:
     def __init__(
         self, decoding: Decoding, *, skip_special_tokens: bool = True, prompt_token_ids: Iterable[int] = ()
     ):
-        self._decoding = decoding
+        self._tokens = decoding.tokens
         self._skip = decoding.special_ids if skip_special_tokens else frozenset()
         self._chain = decoding.chain()
         self.push(prompt_token_ids)
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that became certain with these ids. All that push and finish return, joined, is the text."""
-        tokens = (self._decoding.token(i) for i in token_ids if i not in self._skip)
-        parts = [token for token in tokens if token is not None]
+        tokens, skip = self._tokens, self._skip
+        parts = [token for i in token_ids if i not in skip and (token := tokens[i]) is not None]
         for stage in self._chain:
             parts = stage.push(parts)
         return "".join(parts)
