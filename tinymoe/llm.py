@@ -186,6 +186,10 @@ class LLM:
         ids = self._submit([prompt], self._each(sampling_params, 1, "sampling_params"), 0)
         return self._deltas(ids[0])
 
+    def get_metrics(self) -> dict[str, Any]:
+        """Counters of the engine since it started: steps, tokens, hits, preemptions, pages, expert load, ..."""
+        return self.engine.get_metrics()
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False (and nothing done) while requests run."""
         return self.engine.reset_prefix_cache()

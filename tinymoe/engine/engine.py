@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ from tinymoe.core.sequence import Request, Sequence, Status
 from tinymoe.core.trace import FINISH_REASONS, Trace
 from tinymoe.engine.batch import Batch
 from tinymoe.engine.intake import Intake, RequestError, Text
-from tinymoe.engine.report import Reporter
+from tinymoe.engine.report import Reporter, totals
 from tinymoe.engine.routes import RouteRecorder
 from tinymoe.engine.runner import Runner
 from tinymoe.engine.sampling import Row, Sampled, Sampler
@@ -119,6 +119,10 @@ class Engine:
         for seq in request.sequences:
             self._finish(seq, "abort", f"{__name__}:Engine.abort_request#asked-for")
         return self.reporter.output(request)
+
+    def get_metrics(self) -> dict[str, Any]:
+        """Totals since the start (engine.report.totals says which); times of one request are in its output's metrics."""
+        return totals(self.metrics, self.blocks.pool, self.routes)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Does nothing and returns False while requests run."""

@@ -1,10 +1,17 @@
-"""From sequences to what the caller sees: texts, logprobs with decoded tokens, RequestOutput."""
+"""From sequences to what the caller sees: texts, logprobs with decoded tokens, RequestOutput, the engine's totals."""
+
+from dataclasses import fields
+from typing import Any
 
 from torch import Tensor
+
+from tinymoe.cache.pool import BlockPool
+from tinymoe.core.metrics import EngineMetrics
 
 from tinymoe.core.outputs import CompletionOutput, RequestOutput
 from tinymoe.core.sequence import Chunk, Request, Sequence
 from tinymoe.engine.intake import Text
+from tinymoe.engine.routes import RouteRecorder
 from tinymoe.engine.sampling import prompt_logprobs
 
 
@@ -61,3 +68,25 @@ class Reporter:
             prompt_logprobs=request.prompt_logprobs,
             error=request.error,
         )
+
+
+def totals(metrics: EngineMetrics, pool: BlockPool, routes: RouteRecorder) -> dict[str, Any]:
+    """Everything the engine counts, as plain numbers and lists.
+
+    The fields of EngineMetrics, and: tokens_per_s (generated, over the time spent in steps), blocks_used, blocks_cached,
+    blocks_total; expert_load [L][E] tokens per expert (empty rows in dense layers), expert_max_over_mean per MoE layer,
+    distinct_experts_per_step [L].
+    """
+    counts = {f.name: getattr(metrics, f.name) for f in fields(metrics) if not f.name.startswith("_")}
+    seconds = sum(value for name, value in counts.items() if name.endswith("_seconds"))
+    steps = max(1, routes.routed_steps)
+    return {
+        **counts,
+        "tokens_per_s": metrics.generation_tokens / seconds if seconds else 0.0,
+        "blocks_used": pool.num_blocks - pool.num_free,
+        "blocks_cached": pool.num_cached,
+        "blocks_total": pool.num_blocks,
+        "expert_load": [row.tolist() if row.any() else [] for row in routes.load],
+        "expert_max_over_mean": routes.max_over_mean().tolist(),
+        "distinct_experts_per_step": (routes.distinct / steps).tolist(),
+    }

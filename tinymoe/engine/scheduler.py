@@ -14,9 +14,10 @@ from tinymoe.cache.blocks import BlockManager
 from tinymoe.core.config import EngineConfig
 from tinymoe.core.metrics import EngineMetrics
 from tinymoe.core.sequence import Chunk, Sequence, Status
-from tinymoe.core.trace import Trace
+from tinymoe.core.trace import WAIT_REASONS, Trace
 
 Order = Callable[[Sequence], tuple]
+NO_BUDGET, NO_SEAT, NO_PAGES, PREEMPTED, TWIN = range(len(WAIT_REASONS))
 
 
 class Candidate(NamedTuple):
@@ -64,7 +65,9 @@ class Scheduler:
         chunks, shares = self._plan(admit=True)
         while not self.blocks.reserve(chunks):
             self._preempt(max(self.running, key=self._order))
-            self._waits = {self.waiting[0]: (3, f"{__name__}:Scheduler.schedule#preempted-in-this-step")}
+            self._waits = {
+                self.waiting[0]: (PREEMPTED, f"{__name__}:Scheduler.schedule#preempted-in-this-step")
+            }
             chunks, shares = self._plan(admit=False)
         chunks += self._admit(shares)
         self._record(chunks)
@@ -87,8 +90,7 @@ class Scheduler:
             for seq in catching_up
         ]
         if admit and self.waiting:
-            candidates += self._candidates(budget)
-            candidates = self._without_twins(candidates, self._share(budget, candidates))
+            candidates = self._with_waiting(budget, candidates, chunks)
         shares = []
         for (seq, start, _), n in zip(candidates, self._share(budget, candidates)):
             if n and seq.status is Status.RUNNING:
@@ -97,14 +99,29 @@ class Scheduler:
                 shares.append((seq, n))
         return chunks, shares
 
+    def _with_waiting(self, budget: int, reading: list[Candidate], decodes: list[Chunk]) -> list[Candidate]:
+        """`reading` and the head of the waiting line. Tokens of those that cannot or should not start in this step are
+        offered again to the others, until all that remain can start."""
+        while True:
+            candidates = reading + self._candidates(budget)
+            tokens = self._share(budget, candidates)
+            if not self._hold_twins(candidates, tokens) and self._have_pages(candidates, tokens, decodes):
+                return candidates
+
     def _candidates(self, budget: int) -> list[Candidate]:
-        """The head of the waiting line, as far as seats and (for short prompts) the budget reach."""
+        """The head of the waiting line, as far as pages, seats and (for short prompts) the budget reach."""
         seats = self.config.max_num_seqs - sum(self._seats(s) for s in self.running)
         found = []
         for seq in self.waiting:
+            why, _ = self._waits.get(seq, (None, ""))
+            if why == TWIN:
+                continue
+            if why == NO_PAGES:
+                break
             seats -= self._seats(seq)
             if seats < 0 or budget <= 0:
-                self._waits[seq] = (int(seats < 0), f"{__name__}:Scheduler._candidates#no-seat-or-budget")
+                why = NO_SEAT if seats < 0 else NO_BUDGET
+                self._waits[seq] = (why, f"{__name__}:Scheduler._candidates#no-seat-or-budget")
                 break
             cached = len(self.blocks.lookup(seq)) * self.blocks.block_size
             need = seq.num_tokens - cached
@@ -113,25 +130,39 @@ class Scheduler:
                 budget -= need
         return found
 
-    def _without_twins(self, candidates: list[Candidate], tokens: list[int]) -> list[Candidate]:
-        """Leave out a waiting sequence whose next missing block is being computed in this very step by another one:
-        one step later it finds that block in the prefix index instead of computing it twice."""
+    def _hold_twins(self, candidates: list[Candidate], tokens: list[int]) -> bool:
+        """Hold back waiting sequences whose next missing block is being computed in this very step by another one: one
+        step later they find that block in the prefix index instead of computing it twice. True if there are any."""
         if self.blocks.prefix is None:
-            return candidates
-        size, computing, kept = self.blocks.block_size, set(), []
-        for candidate, n in zip(candidates, tokens):
-            seq, start, _ = candidate
+            return False
+        size, computing, found = self.blocks.block_size, set(), False
+        for (seq, start, _), n in zip(candidates, tokens):
             keys = seq.block_keys[start // size : (start + n) // size]
             if seq.status is Status.RUNNING or not keys or keys[0] not in computing:
                 computing.update(keys)
-                kept.append(candidate)
             else:
-                self._waits[seq] = (4, f"{__name__}:Scheduler._without_twins#prefix-on-its-way")
-        return kept
+                found = True
+                self._waits[seq] = (TWIN, f"{__name__}:Scheduler._hold_twins#prefix-on-its-way")
+        return found
+
+    def _have_pages(self, candidates: list[Candidate], tokens: list[int], decodes: list[Chunk]) -> bool:
+        """Whether every waiting candidate that got tokens will fit, after what the running ones take; the first that
+        will not ends the line. A forecast: `_admit` looks again, as a reserve may evict a hit of a later one."""
+        spans = [(seq, start, start + n) for (seq, start, _), n in zip(candidates, tokens) if n]
+        reading = [Chunk(*span, False) for span in spans if span[0].status is Status.RUNNING]
+        taken = self.blocks.blocks_needed(decodes + reading)
+        for seq, start, stop in spans[len(reading) :]:
+            hits = self.blocks.lookup(seq)
+            if not self.blocks.fits(hits, seq.num_tokens, taken):
+                self._waits[seq] = (NO_PAGES, f"{__name__}:Scheduler._have_pages#must-fit-whole")
+                return False
+            taken += self.blocks.blocks_for(stop) - start // self.blocks.block_size
+        return True
 
     def _share(self, budget: int, candidates: list[Candidate]) -> list[int]:
         """Split the budget over prefills, first come first served, except that long ones together get at most half
-        (rounded up) while a short one is there; what the short ones leave goes back to the long ones.
+        while a short one is there (of an odd budget they get the odd token every other step, or a budget of 1 would
+        starve one of the two); what the short ones leave goes back to the long ones.
 
         So a long prompt cannot keep short ones waiting, nor they it, and no token of the budget idles while
         somebody could use it.
@@ -139,7 +170,7 @@ class Scheduler:
         limit = self.config.long_prefill
         needs = [c.need for c in candidates]
         is_long = [need > limit for need in needs]
-        for_long = (budget + 1) // 2 if not all(is_long) else budget
+        for_long = budget if all(is_long) else (budget + self.metrics.steps % 2) // 2
         tokens = [0] * len(needs)
         for i, need in enumerate(needs):
             if is_long[i]:
@@ -160,7 +191,7 @@ class Scheduler:
         for seq, n in shares:
             hits = self.blocks.lookup(seq)  # again: the admissions before it may have evicted some
             if not self.blocks.fits(hits, seq.num_tokens):
-                self._waits[seq] = (2, f"{__name__}:Scheduler._admit#must-fit-whole")
+                self._waits[seq] = (NO_PAGES, f"{__name__}:Scheduler._admit#must-fit-whole")
                 break
             self.blocks.admit(seq, hits)
             start = seq.num_computed_tokens
@@ -246,9 +277,10 @@ class Scheduler:
             return
         if self.waiting:
             src = f"{__name__}:Scheduler._record#others-took-the-budget"
-            self._waits.setdefault(self.waiting[0], (0, src))
+            self._waits.setdefault(self.waiting[0], (NO_BUDGET, src))
         for seq, (why, src) in self._waits.items():
-            self.trace.emit("wait", src, seq=seq.seq_id, why=why)
+            if seq.status is not Status.RUNNING:  # a first look may have been too pessimistic
+                self.trace.emit("wait", src, seq=seq.seq_id, why=why)
         src = f"{__name__}:Scheduler._record#catch-up"
         for seq, start, stop, samples in chunks:
             self.trace.emit("chunk", src, seq=seq.seq_id, start=start, stop=stop, samples=int(samples))

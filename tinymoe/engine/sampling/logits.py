@@ -20,7 +20,7 @@ class Row(NamedTuple):
 
     position: absolute index of the token that is being chosen. stop_ids: eos and stop ids, banned while there are
     fewer than params.min_tokens outputs. bad_word_ids: token sequences that must not be completed.
-    Ids must be in range: sampler.check_params says so once per request.
+    Ids must be in range: engine.intake checks them once per request.
     """
 
     params: SamplingParams

@@ -12,9 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tinymoe.core.model_config import require
 from tinymoe.core.outputs import Logprob
-from tinymoe.core.params import SamplingParams
 from tinymoe.engine.sampling.logits import Row, apply_edits, restrict
 from tinymoe.ops.noise import TARGET, gumbel
 
@@ -29,19 +27,6 @@ class Sampled(NamedTuple):
     logprob: float | None = None
     logprobs: dict[int, Logprob] | None = None
     error: str | None = None
-
-
-def check_params(params: SamplingParams, vocab_size: int) -> None:
-    """Raise ConfigError if an option names a token id outside 0..vocab_size-1, or more logprobs than tokens."""
-    for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
-        bad = [i for i in getattr(params, name) or () if not 0 <= i < vocab_size]
-        require(not bad, f"{name} must be token ids in 0..{vocab_size - 1} (the vocabulary), got {bad[:5]}")
-    for name in ("logprobs", "prompt_logprobs"):
-        value = getattr(params, name)
-        require(
-            value is None or value <= vocab_size,
-            f"{name} ({value}) exceeds the {vocab_size} tokens there are",
-        )
 
 
 class Sampler:
