@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinymoe.core.model_config import ConfigError
 from tinymoe.core.params import SamplingParams
-from tinymoe.engine.sampling import Row, Sampler, check_params, gather_logprobs, prompt_logprobs
+from tinymoe.engine.sampling import Row, Sampler, gather_logprobs, prompt_logprobs
 from tinymoe.engine.sampling import sampler as sampler_module
 from tinymoe.ops import noise
 
@@ -340,21 +339,3 @@ def test_shapes_and_dtypes_are_checked():
     with pytest.raises(ValueError, match="got bfloat16"):
         SAMPLER.sample(torch.zeros(1, 4, dtype=torch.bfloat16), [row()])
     assert SAMPLER.sample(torch.zeros(0, 4), []) == []
-
-
-@pytest.mark.parametrize(("options", "said"), [
-    ({"allowed_token_ids": [1, 10]}, r"allowed_token_ids must be token ids in 0..9 \(the vocabulary\), got \[10\]"),
-    ({"stop_token_ids": [-1]}, r"stop_token_ids must be token ids in 0..9 \(the vocabulary\), got \[-1\]"),
-    ({"logit_bias": {99: 1.0}}, r"logit_bias must be token ids in 0..9 \(the vocabulary\), got \[99\]"),
-    ({"logprobs": 11}, r"logprobs \(11\) exceeds the 10 tokens there are"),
-    ({"prompt_logprobs": 11}, r"prompt_logprobs \(11\) exceeds the 10 tokens there are"),
-])  # fmt: skip
-def test_ids_outside_the_vocabulary_are_refused(options, said):
-    with pytest.raises(ConfigError, match=said):
-        check_params(SamplingParams(**options), 10)
-
-
-def test_ids_inside_the_vocabulary_pass():
-    check_params(
-        SamplingParams(allowed_token_ids=[0, 9], stop_token_ids=[9], logit_bias={0: 1}, logprobs=10), 10
-    )

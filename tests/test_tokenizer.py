@@ -195,6 +195,13 @@ def test_text_state_streams_with_the_requests_options(pairs):
         assert state.text == text == ours.decode(ids, skip_special_tokens=skip)
 
 
+def test_detokenizer_continues_the_prompt(pairs):
+    ours, _ = pairs["byte_fallback"]
+    ids = ours.encode("The quick brown fox")
+    detokenizer = ours.detokenizer(prompt_token_ids=ids[:3], skip_special_tokens=False)
+    assert "".join(detokenizer.push([i]) for i in ids[3:]) == ours.decode(ids)[len(ours.decode(ids[:3])) :]
+
+
 def test_decoded_tokens_join_inside_a_text(pairs):
     ours, _ = pairs["byte_fallback"]
     ids = ours.encode("The quick brown fox", add_special_tokens=False)

@@ -205,6 +205,7 @@ class Decoding:
     def __init__(self, backend: tokenizers.Tokenizer):
         self._backend = backend
         self.tokens = Tokens(backend)
+        self._alone: dict[int, str] = {}
         added = backend.get_added_tokens_decoder()
         special = {token.content for token in added.values() if token.special}
         self.special_ids = frozenset(i for i, token in added.items() if token.content in special)
@@ -220,8 +221,11 @@ class Decoding:
 
     def alone(self, token_id: int) -> str:
         """One token as it looks inside a text; U+FFFD for part of a character, "" for an id without a token."""
-        token, chain = self.tokens[token_id], self.chain()
-        return _finish(chain, [SAMPLE_TOKEN] if token is None else [SAMPLE_TOKEN, token])[1:]
+        if token_id not in self._alone:
+            token = self.tokens[token_id]
+            parts = [SAMPLE_TOKEN] if token is None else [SAMPLE_TOKEN, token]
+            self._alone[token_id] = _finish(self.chain(), parts).removeprefix(SAMPLE_TOKEN)
+        return self._alone[token_id]
 
 
 def _finish(chain: list[Stage], parts: list[str]) -> str:
