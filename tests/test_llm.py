@@ -101,7 +101,10 @@ def test_metrics_add_up(llm):
     before = llm.get_metrics()
     outputs = llm.generate(PROMPTS, GREEDY)
     after = llm.get_metrics()
-    grown = {k: after[k] - before[k] for k in ("requests", "finished_requests", "generation_tokens", "prompt_tokens")}
+    grown = {
+        k: after[k] - before[k]
+        for k in ("requests", "finished_requests", "generation_tokens", "prompt_tokens")
+    }
     prompt_tokens = sum(len(o.prompt_token_ids) for o in outputs)
     assert grown == {
         "requests": 5,
@@ -124,7 +127,11 @@ def test_metrics_add_up(llm):
     ("arguments", "error", "message"),
     [
         ({"model": "quintet-mo"}, ConfigError, "neither a local folder nor a bundled model"),
-        ({"gpu_memory_utilization": 0.9}, TypeError, "LLM has no option 'gpu_memory_utilization'; known: dtype, "),
+        (
+            {"gpu_memory_utilization": 0.9},
+            TypeError,
+            "LLM has no option 'gpu_memory_utilization'; known: dtype, ",
+        ),
         ({"num_blocks": 8, "kv_cache_bytes": 8}, ConfigError, "num_blocks or kv_cache_bytes, not both"),
         ({"max_model_len": 4096}, ConfigError, "exceeds the model's max_position_embeddings"),
         ({"device": "tpu9"}, ConfigError, "device 'tpu9' is not known"),
