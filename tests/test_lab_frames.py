@@ -103,7 +103,7 @@ def test_pages_are_conserved_at_every_event(run):
         for seq, _, table in f["tables"]:
             assert all(seq in f["owners"][b] for b in table if b >= 0)
         if f["kind"] == "share":
-            assert len(f["owners"][f["touched"][0]]) == events[i].refs
+            assert len(f["owners"][f["touched"][0]]) == events[f["event"]].refs
 
 
 @quick
@@ -128,7 +128,7 @@ def test_prefix_tree_is_the_index_and_salts_never_mix(run):
         f = prefix.frame(events, i)
         if f["kind"] == "hit":
             assert len({n[2] for n in f["nodes"] if n[0] in f["touched"]}) <= 1
-            assert len(f["touched"]) == f["lookup"][1]
+            assert len(f["touched"]) == f["lookup"][1] == events[f["event"]].blocks
 
 
 @quick
@@ -270,6 +270,29 @@ def test_captions_word_for_word():
     assert schedule.caption(schedule.frame(events, ends_of[1])) == (
         "Step 2: 2 of 8 tokens; prefill A 1 and B 1; B skips 4 cached tokens; B finishes (length) with 1 token."
     )
+
+
+def test_a_step_that_changes_no_page_is_shown_too():
+    events = made(
+        (0, "arrive", 0, 0, 4, 0),
+        (1, "alloc", 0, 0, 5),
+        (1, "chunk", 0, 0, 3, 1),
+        (1, "step", 8, 3, 1, 0),
+        (2, "chunk", 0, 3, 4, 1),
+        (2, "step", 8, 1, 1, 0),
+        (2, "arrive", 1, 1, 4, 0),
+        (3, "hash", 5, -1, 1, 0),
+        (3, "alloc", 0, 1, 6),
+        (3, "step", 8, 1, 1, 0),
+    )
+    assert [events[i].kind for i in pages.moments(events)] == ["step", "arrive", "step"]
+    first, quiet, last = (pages.frame(events, i, num_blocks=8) for i in pages.moments(events))
+    assert first["tables"] == [[0, 3, [5]]]  # what follows a change belongs to its moment
+    assert [f["kind"] for f in (first, quiet, last)] == ["alloc", "step", "alloc"]
+    assert pages.caption(quiet).startswith("Step 2: 1 token computed, and no page changes hands. 1 of 8")
+    assert [f["event"] for f in (first, quiet, last)] == [1, 5, 8]
+    caption = prefix.caption(prefix.frame(events, prefix.moments(events)[0]))
+    assert caption.startswith("Step 1: nothing enters or leaves the index.")
 
 
 def test_a_failed_step_is_taken_back():

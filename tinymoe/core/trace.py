@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 SCHEMA = 1
 
-# kind -> fields, in order. All are ints, except those named in TUPLES (tuples of ints).
+# kind -> fields, in order. All are ints, except experts and gates of a route (tuples of ints).
 FIELDS: dict[str, tuple[str, ...]] = {
     # scheduler
     "arrive": ("request", "seq", "prompt_tokens", "priority"),  # a request joined the waiting line
@@ -79,7 +79,6 @@ FIELDS: dict[str, tuple[str, ...]] = {
     ),  # expert path (index into PATHS), distinct experts touched
     "sample": ("request", "seq", "position", "token"),  # token chosen for `position`
 }
-TUPLES = frozenset({"experts", "gates"})
 FINISH_REASONS = ("stop", "length", "abort", "error")
 WAIT_REASONS = (
     "no token budget",
@@ -138,7 +137,7 @@ class Recording(list[Event]):
                 raise ValueError(
                     f"event {i}: kind {kind!r} with {len(values)} fields; known: {sorted(FIELDS)}"
                 )
-            data = {f: tuple(v) if f in TUPLES else v for f, v in zip(FIELDS[kind], values)}
+            data = {f: tuple(v) if isinstance(v, list) else v for f, v in zip(FIELDS[kind], values)}
             events.append(Event(i, step, kind, src, data))
         return events
 

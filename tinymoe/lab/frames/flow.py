@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from tinymoe.lab.frames.view import Events, Frame, count, last_by, letters
 
-KINDS = frozenset({"route"})
+KINDS = CHANGES = frozenset({"route"})
 DECISIONS = frozenset()
 MOST_TOKENS = 24  # more ribbons than this cannot be told apart
 

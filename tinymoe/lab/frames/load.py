@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from tinymoe.core.trace import Event
 from tinymoe.lab.frames.view import Events, Frame, last_by, tenths
 
-KINDS = frozenset({"route"})
+KINDS = CHANGES = frozenset({"route"})
 DECISIONS = frozenset()
 
 

@@ -2,20 +2,20 @@
 
 from tinymoe.core.trace import Event
 from tinymoe.lab.frames.pool import KINDS, NONE, Pool
-from tinymoe.lab.frames.view import Events, Frame, count, last_by, letters, listed
+from tinymoe.lab.frames.view import Events, Frame, changes, count, last_by, last_change, letters, listed
 
-__all__ = ["DECISIONS", "KINDS", "caption", "frame", "moments", "table"]
+__all__ = ["CHANGES", "DECISIONS", "KINDS", "caption", "frame", "moments", "table"]
 DECISIONS = frozenset({"share", "cow", "evict", "preempt", "undo", "fork"})
-_CHANGES = frozenset({"fork", "alloc", "share", "cow", "free", "evict", "undo", "preempt", "finish"})
+CHANGES = frozenset({"fork", "alloc", "share", "cow", "free", "evict", "undo", "preempt", "finish"})
 
 
 def moments(events: Events, *, every: str = "event", **_) -> list[int]:
-    """Every event that changes a page, or with every="step" the last such event of each step."""
+    """Every event that changes a page (and each step without any), or with every="step" each step once."""
     if every not in ("event", "step"):
         raise ValueError(f'every must be "event" or "step", got {every!r}')
     if every == "step":
         return last_by(events, KINDS, lambda e: e.step)
-    return [i for i, e in enumerate(events) if e.kind in _CHANGES]
+    return changes(events, CHANGES)
 
 
 def frame(
@@ -36,7 +36,7 @@ def frame(
         pool.apply(event)
     total = max(num_blocks or 0, 1 + max((b for e in events for b in _blocks(e)), default=-1))
     owners = pool.owners()
-    last = _last(events, i)
+    last = last_change(events, i, CHANGES)
     return {
         "event": last.index if last else -1,
         "step": last.step if last else 0,
@@ -52,12 +52,6 @@ def frame(
     }
 
 
-def _last(events: Events, i: int) -> Event | None:
-    return next(
-        (events[j] for j in range(min(i, len(events) - 1), -1, -1) if events[j].kind in _CHANGES), None
-    )
-
-
 def _blocks(event: Event) -> list[int]:
     """The blocks an event names."""
     return [event.data[f] for f in ("block", "old", "new") if f in event.data]
@@ -66,6 +60,8 @@ def _blocks(event: Event) -> list[int]:
 def _what(event: Event, owners: dict[int, list[int]]) -> str:
     data = event.data
     match event.kind:
+        case "step":
+            return f"{count(event.used, 'token')} computed, and no page changes hands"
         case "alloc":
             return f"page {data['index']} of {letters(event.seq)} becomes block {event.block}, from the free list"
         case "share":

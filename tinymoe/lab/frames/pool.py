@@ -7,7 +7,7 @@ An owner that leaves a shared block makes no event (only the last owner's leavin
 from tinymoe.core.trace import Event
 
 KINDS = frozenset(
-    {
+    [
         "arrive",
         "admit",
         "chunk",
@@ -22,7 +22,8 @@ KINDS = frozenset(
         "hash",
         "hit",
         "undo",
-    }
+        "step",
+    ]
 )
 NONE = -1  # a table entry without a block, a node without a parent
 LOST = -2  # parent of a node whose parent was evicted before it

@@ -2,20 +2,20 @@
 
 from tinymoe.core.trace import Event
 from tinymoe.lab.frames.pool import KINDS, LOST, NONE, Pool
-from tinymoe.lab.frames.view import Events, Frame, count, last_by, letters
+from tinymoe.lab.frames.view import Events, Frame, changes, count, last_by, last_change, letters
 
-__all__ = ["DECISIONS", "KINDS", "caption", "frame", "moments", "table"]
+__all__ = ["CHANGES", "DECISIONS", "KINDS", "caption", "frame", "moments", "table"]
 DECISIONS = frozenset({"hit", "evict"})
-_CHANGES = frozenset({"hash", "hit", "share", "evict"})
+CHANGES = frozenset({"hash", "hit", "share", "evict"})
 
 
 def moments(events: Events, *, every: str = "event", **_) -> list[int]:
-    """Every event that reads or changes the index, or with every="step" the last event of each step."""
+    """Every event that reads or changes the index (and each step without any), or with every="step" each step once."""
     if every not in ("event", "step"):
         raise ValueError(f'every must be "event" or "step", got {every!r}')
     if every == "step":
         return last_by(events, KINDS, lambda e: e.step)
-    return [i for i, e in enumerate(events) if e.kind in _CHANGES]
+    return changes(events, CHANGES)
 
 
 def frame(events: Events, i: int, *, every: str = "event") -> Frame:
@@ -28,13 +28,15 @@ def frame(events: Events, i: int, *, every: str = "event") -> Frame:
     """
     pool = Pool()
     lookup: list[int] = []
-    last: Event | None = None
+    path: list[int] = []
     for event in events[: i + 1]:
         pool.apply(event)
         if event.kind == "hit":
             lookup = [event.seq, event.blocks, event.tokens]
-        if event.kind in _CHANGES:
-            last = event
+            path = pool.tables.get(event.seq, [])[
+                : event.blocks
+            ]  # the blocks it found are the head of its table
+    last = last_change(events, i, CHANGES)
     owners = pool.owners()
     nodes = [
         [b, parent, salt, depth, lane, sorted(owners.get(b, []))]
@@ -48,15 +50,12 @@ def frame(events: Events, i: int, *, every: str = "event") -> Frame:
         "nodes": nodes,
         "salts": len({n[2] for n in nodes}),
         "lookup": lookup,
-        "touched": _touched(last, pool) if last else [],
+        "touched": path
+        if last and last.kind == "hit"
+        else [last.block]
+        if last and "block" in last.data
+        else [],
     }
-
-
-def _touched(event: Event, pool: Pool) -> list[int]:
-    """The block of the event, or all that the lookup found: the first entries of the sequence's table."""
-    if event.kind != "hit":
-        return [event.block]
-    return [b for b in pool.tables.get(event.seq, [])[: event.blocks] if b >= 0]
 
 
 def _lanes(nodes: dict[int, tuple[int, int, int]]) -> list[tuple[int, int, int, int, int]]:
@@ -79,6 +78,8 @@ def _lanes(nodes: dict[int, tuple[int, int, int]]) -> list[tuple[int, int, int, 
 
 def _what(event: Event, pool: Pool) -> str:
     match event.kind:
+        case "step":
+            return "nothing enters or leaves the index"
         case "hit" if event.blocks:
             return f"{letters(event.seq)} finds {count(event.blocks, 'block')}: {count(event.tokens, 'token')} saved"
         case "hit":

@@ -4,6 +4,7 @@ from tinymoe.core.trace import FINISH_REASONS, WAIT_REASONS
 from tinymoe.lab.frames.view import Events, Frame, count, letters, listed
 
 KINDS = frozenset({"arrive", "admit", "chunk", "wait", "preempt", "fork", "finish", "step", "sample"})
+CHANGES = frozenset({"chunk", "step"})
 DECISIONS = frozenset({"preempt", "wait", "admit", "finish", "fork"})
 PREFILL, DECODE, WAITING, PREEMPTED = "P", "D", "W", "X"
 

@@ -12,11 +12,14 @@ Events = Sequence[Event]
 class View(Protocol):
     """A module of tinymoe.lab.frames. `i` counts within `events`; any i is valid, also between two moments.
 
-    DECISIONS: kinds of events worth jumping to. moments(events, **options), frame(events, i, **options).
+    CHANGES: kinds that make a moment. DECISIONS: those worth jumping to. moments(events, **options), frame(events, i, **options).
     """
 
     @property
     def KINDS(self) -> frozenset[str]: ...
+
+    @property
+    def CHANGES(self) -> frozenset[str]: ...
 
     @property
     def DECISIONS(self) -> frozenset[str]: ...
@@ -75,3 +78,33 @@ def last_by(events: Events, kinds: frozenset[str], key) -> list[int]:
                 found.append(i)
             previous = key(event)
     return found
+
+
+def changes(events: Events, kinds: frozenset[str]) -> list[int]:
+    """One moment for each event of `kinds`, and one for each step without any.
+
+    A moment ends at the last index before the next one in the same step: what follows an event belongs to its moment.
+    """
+    busy = {e.step for e in events if e.kind in kinds}
+    found: list[int] = []
+    step = -1
+    for i, event in enumerate(events):
+        if event.kind in kinds or (event.kind == "step" and event.step not in busy):
+            found.append(i)
+            step = event.step
+        elif found and event.step == step:
+            found[-1] = i
+    return found
+
+
+def last_change(events: Events, i: int, kinds: frozenset[str]) -> Event | None:
+    """The event that the moment around index i shows: the last one of `kinds`, or the `step` of a step without any."""
+    quiet: Event | None = None
+    for event in reversed(events[: i + 1]):
+        if event.kind in kinds and (quiet is None or event.step == quiet.step):
+            return event
+        if quiet and event.step != quiet.step:
+            return quiet
+        if event.kind == "step":
+            quiet = event
+    return quiet

@@ -14,7 +14,7 @@ from typing import Any
 import ipywidgets
 
 from tinymoe.core.trace import Event, Recording
-from tinymoe.lab.frames.view import Frame, View, last_by
+from tinymoe.lab.frames.view import Frame, View, last_by, last_change
 from tinymoe.lab.frames.why import Reason, explain, source
 from tinymoe.lab.widgets import replay
 from tinymoe.lab.widgets.esm import Controls
@@ -60,6 +60,7 @@ class Scrubber(ipywidgets.VBox):
             raise ValueError("give a recording to replay, or live=engine to step, and not both")
         self._pictures = pictures
         self._kinds = frozenset().union(*(p.view.KINDS for p in pictures))
+        self._changes = frozenset().union(*(p.view.CHANGES for p in pictures))
         self._decisive = frozenset().union(*(p.view.DECISIONS for p in pictures))
         self._source: Sequence[Event] = live.trace.start() if live is not None else events or Recording()
         self._taken, self._events, self._moments = 0, [], []
@@ -79,8 +80,8 @@ class Scrubber(ipywidgets.VBox):
 
     @property
     def moments(self) -> list[Event]:
-        """The event at which each moment ends."""
-        return [self._events[i] for i in self._moments]
+        """The event that each moment shows; its `index` is the place in the recording."""
+        return [self._shown(i) for i in self._moments]
 
     @property
     def frame(self) -> Frame:
@@ -158,6 +159,9 @@ class Scrubber(ipywidgets.VBox):
             n for n in range(len(self._moments)) if any(e.kind in self._decisive for e in self._during(n))
         ]
 
+    def _shown(self, i: int) -> Event:
+        return last_change(self._events, i, self._changes) or self._events[i]
+
     def _during(self, moment: int) -> list[Event]:
         """The events that led from the moment before to this one."""
         start = self._moments[moment - 1] + 1 if moment else 0
@@ -193,8 +197,8 @@ class Scrubber(ipywidgets.VBox):
         during = self._during(self.controls.at)
         if seq is None and block is None:
             decisive = [e for e in during if e.kind in self._decisive]
-            alike = [e for e in during if e.kind == during[-1].kind]
-            return explain((decisive or alike)[-MOST_REASONS:])
+            changed = [e for e in during if e.kind in self._changes]
+            return explain((decisive or changed or [self._shown(self._index)])[-MOST_REASONS:])
         found = explain(during, seq=seq, block=block)
         return (found or explain(self._events[: self._index + 1], seq=seq, block=block))[-MOST_REASONS:]
 
