@@ -120,7 +120,7 @@ def test_lesson_fixes_the_seeds():
             Lesson("00", seed=3)
             draws.append((random.random(), np.random.rand(), torch.rand(1).item()))
         assert draws[0] == draws[1]
-        assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(threads)
 
