@@ -1,0 +1,251 @@
+"""The ES modules in a static page with a stand-in for the model: what they draw, say, and do with keys, by day and night."""
+
+import json
+
+import pytest
+from lab_simulator import record
+
+from tinymoe.lab.frames import pages, prefix, schedule
+from tinymoe.lab.widgets.esm import source
+from tinymoe.lab.widgets.predict import quiz
+
+pytestmark = pytest.mark.browser
+
+PAGE = """<!doctype html><meta charset="utf-8"><style>:root { color-scheme: SCHEME } body { background: Canvas; margin: 20px }</style>
+<body><div id="here"></div><script type="module">
+class Model {
+  constructor(traits) { this.traits = traits; this.heard = []; this.sent = []; }
+  get(name) { return this.traits[name]; }
+  set(name, value) { this.traits[name] = value; for (const [n, f] of this.heard) if (n === "change" || n === `change:${name}`) f(); }
+  on(name, f) { this.heard.push([name, f]); }
+  off() {}
+  save_changes() { if (this.traits.at !== undefined) this.traits.drawn = this.traits.at; }
+  send(message) { this.sent.push(message); }
+}
+const url = URL.createObjectURL(new Blob([SOURCE], { type: "text/javascript" }));
+window.model = new Model(TRAITS);
+(await import(url)).default.render({ model: window.model, el: document.querySelector("#here") });
+document.title = "drawn";
+</script></body>"""
+
+# Contrast of every visible text with what is behind it (WCAG 2.2, 1.4.3), colours resolved by the browser.
+CONTRAST = """() => {
+  const context = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const rgba = (color) => { context.clearRect(0, 0, 1, 1); context.fillStyle = color; context.fillRect(0, 0, 1, 1);
+    return [...context.getImageData(0, 0, 1, 1).data].map((v) => v / 255); };
+  const over = (top, below) => [0, 1, 2].map((i) => top[i] * top[3] + below[i] * (1 - top[3])).concat(1);
+  const behind = (node) => { const chain = []; for (let n = node; n; n = n.parentElement) chain.push(rgba(getComputedStyle(n).backgroundColor));
+    return chain.reverse().reduce((below, top) => over(top, below), rgba(getComputedStyle(document.body).backgroundColor)); };
+  const light = (c) => [0, 1, 2].map((i) => (c[i] <= 0.04045 ? c[i] / 12.92 : ((c[i] + 0.055) / 1.055) ** 2.4)).reduce((s, v, i) => s + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const worst = [];
+  for (const node of document.querySelectorAll("#here *")) {
+    const own = [...node.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+    if (!own || node.tagName === "STYLE" || node.tagName === "title" || node.disabled || !node.getClientRects().length) continue;
+    const style = getComputedStyle(node), box = node.closest("g")?.querySelector("rect");
+    const back = box && getComputedStyle(box).fill.startsWith("color") ? over(rgba(getComputedStyle(box).fill), behind(document.querySelector("#here"))) : behind(node);
+    const ink = over(rgba(node instanceof SVGElement ? style.fill : style.color), back);
+    const [a, b] = [light(ink), light(back)].sort((x, y) => y - x);
+    worst.push([(a + 0.05) / (b + 0.05), node.textContent.trim().slice(0, 30)]);
+  }
+  return worst.sort((x, y) => x[0] - y[0]);
+}"""
+
+
+@pytest.fixture(scope="module")
+def events():
+    return record(seed=8, num_blocks=24, requests=7, seats=5, budget=14)[0]
+
+
+@pytest.fixture
+def draw(visit):
+    """draw(module, traits) -> the Visit of a page that shows it."""
+    seen = []
+
+    def show(name, traits, scheme="light", **options):
+        here = visit("about:blank", **options)
+        html = (
+            PAGE.replace("SCHEME", scheme)
+            .replace("TRAITS", _script(traits))
+            .replace("SOURCE", _script(source(name)))
+        )
+        here.page.set_content(html)
+        here.page.wait_for_function("document.title === 'drawn'")
+        seen.append(here)
+        return here
+
+    yield show
+    for here in seen:
+        assert (here.errors, here.external, here.failed) == ([], [], [])
+
+
+def _script(value):
+    return json.dumps(value).replace("<", "\\u003c")
+
+
+def traits_of(name, events):
+    if name == "scrubber":
+        return {
+            "label": "page table",
+            "at": 2,
+            "drawn": 2,
+            "count": 6,
+            "decisions": [0, 4],
+            "caption": "Step 1: something.",
+            "live": True,
+            "running": False,
+            "show_why": True,
+            "show_table": True,
+            "why": [["Because of this.", "tinymoe/engine/scheduler.py:88  the line"]],
+            "table": [["a", "b"], [1, "two"]],
+        }
+    if name == "predict":
+        return {"frame": quiz(events, pages.moments(events)[20], "free"), "choice": -1}
+    view = {"page_table": pages, "prefix_tree": prefix, "schedule_chart": schedule}[name]
+    chosen = view.moments(events)
+    options = {"block_size": 4} if view is pages else {}
+    return {"frame": view.frame(events, chosen[len(chosen) * 2 // 3], **options), "selection": ""}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["page_table", "prefix_tree", "schedule_chart", "scrubber", "predict"])
+def test_text_can_be_read_by_day_and_night(draw, events, name, scheme):
+    here = draw(name, traits_of(name, events), scheme, color_scheme=scheme)
+    contrasts = here.page.evaluate(CONTRAST)
+    assert len(contrasts) > 5
+    assert contrasts[0][0] >= 4.5, contrasts[:5]
+
+
+def test_page_table_names_every_block(draw, events):
+    traits = traits_of("page_table", events)
+    here = draw("page_table", traits)
+    frame = traits["frame"]
+    labels = [c.get_attribute("aria-label") for c in here.page.get_by_role("gridcell").all()]
+    assert len(labels) == len(frame["owners"])
+    for block, (label, owners) in enumerate(zip(labels, frame["owners"])):
+        assert label.startswith(f"block {block}, ")
+        assert ("owned by" in label) == bool(owners)
+        assert ("cached" in label) == (block in frame["cached"])
+        assert ("changed now" in label) == (block in frame["touched"])
+    assert here.page.get_by_role("grid").get_attribute("aria-label") == f"page table, step {frame['step']}"
+
+
+def test_a_new_frame_is_drawn_and_the_focus_stays(draw, events):
+    here = draw("page_table", traits_of("page_table", events))
+    here.page.get_by_role("gridcell").first.focus()
+    here.page.keyboard.press("ArrowRight")
+    here.page.keyboard.press("ArrowDown")
+    assert here.page.evaluate("document.activeElement.dataset.block") == "9"
+    here.page.keyboard.press("Enter")
+    assert here.page.evaluate("model.get('selection')") == "block 9"
+    first = pages.frame(events, pages.moments(events)[0], num_blocks=24)
+    here.page.evaluate("(frame) => model.set('frame', frame)", first)
+    assert here.page.get_by_role("grid").get_attribute("aria-label") == f"page table, step {first['step']}"
+    assert here.page.evaluate("document.activeElement.dataset.block") == "9"
+
+
+def test_schedule_is_a_table_that_says_what_ran(draw, events):
+    traits = traits_of("schedule_chart", events)
+    here = draw("schedule_chart", traits)
+    frame = traits["frame"]
+    said = {c.get_attribute("aria-label") for c in here.page.locator("tbody td[data-seq]").all()}
+    cells = [(c[0], cell) for c in frame["columns"] for cell in c[3]]
+    assert len(said) == len(cells)
+    words = {"P": "prefill", "D": "decode", "W": "waits", "X": "preempted"}
+    for step, (_, code, _, _) in cells:
+        assert any(s.startswith(f"step {step}, ") and words[code] in s for s in said)
+    budgets = here.page.locator("tfoot td").all_inner_texts()
+    assert [b.strip() for b in budgets] == [f"{used}/{budget}" for _, budget, used, _ in frame["columns"]]
+    here.page.locator("tbody td[data-seq]").first.click()
+    assert here.page.evaluate("model.get('selection')").startswith("seq ")
+
+
+def test_tree_has_one_item_for_each_block(draw, events):
+    traits = traits_of("prefix_tree", events)
+    here = draw("prefix_tree", traits)
+    nodes = traits["frame"]["nodes"]
+    items = here.page.get_by_role("treeitem")
+    assert [i.get_attribute("data-block") for i in items.all()] == [str(n[0]) for n in nodes]
+    assert [i.get_attribute("aria-level") for i in items.all()] == [str(n[3] + 1) for n in nodes]
+    boxes = [i.locator("rect").bounding_box() for i in items.all()]
+    for a in range(len(boxes)):
+        for b in range(a):
+            p, q = boxes[a], boxes[b]
+            apart_x = p["x"] >= q["x"] + q["width"] or q["x"] >= p["x"] + p["width"]
+            assert apart_x or p["y"] >= q["y"] + q["height"] or q["y"] >= p["y"] + p["height"]
+    items.first.focus()
+    here.page.keyboard.press("ArrowDown")
+    here.page.keyboard.press(" ")
+    assert here.page.evaluate("model.get('selection')") == f"block {nodes[1][0]}"
+
+
+def test_controls_by_keyboard(draw, events):
+    here = draw("scrubber", traits_of("scrubber", events))
+    page = here.page
+
+    def at():
+        return page.evaluate("model.get('at')")
+
+    slider = page.get_by_role("slider")
+    assert slider.get_attribute("aria-label") == "page table: moment"
+    slider.focus()
+    for key, expected in (
+        ("ArrowRight", 3),
+        ("ArrowLeft", 2),
+        ("End", 5),
+        ("ArrowRight", 5),
+        ("Home", 0),
+        ("ArrowLeft", 0),
+    ):
+        page.keyboard.press(key)
+        assert at() == expected
+    assert slider.get_attribute("aria-valuetext") == "1 of 6"
+    page.keyboard.press(" ")
+    page.wait_for_function("model.get('at') === 5", timeout=10_000)
+    assert page.get_by_role("button", name="pause", exact=True).count() <= 1
+    page.get_by_role("button", name="step back").click()
+    assert at() == 4
+    page.keyboard.press("Home")
+    page.get_by_role("button", name="next decision").click()
+    assert at() == 4
+    page.get_by_role("button", name="let the engine run one step").click()
+    assert page.evaluate("model.sent") == [{"do": "step"}]
+    page.get_by_role("button", name="run the engine").click()
+    assert page.evaluate("model.get('running')") is True
+    assert page.get_by_role("button", name="let the engine run one step").is_disabled()
+
+
+def test_controls_speak_and_do_not_move_by_themselves(draw, events):
+    here = draw("scrubber", traits_of("scrubber", events))
+    page = here.page
+    status = page.get_by_role("status")
+    assert status.get_attribute("aria-live") == "polite"
+    page.evaluate("model.set('caption', 'Step 2: something else.')")
+    assert status.inner_text() == "Step 2: something else."
+    assert "Because of this." in page.locator("li").inner_text()
+    assert page.locator("table").inner_text().split() == ["a", "b", "1", "two"]
+    page.get_by_role("button", name="why did this happen?").click()
+    assert page.locator("li").count() == 0
+    unnamed = [b for b in page.get_by_role("button").all() if not b.get_attribute("aria-label")]
+    assert unnamed == []
+    page.wait_for_timeout(700)
+    assert page.evaluate("model.get('at')") == 2
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_the_first_prediction_counts(draw, events, right):
+    traits = traits_of("predict", events)
+    here = draw("predict", traits)
+    answer, choices = traits["frame"]["answer"], traits["frame"]["choices"]
+    choice = answer if right else (answer + 1) % len(choices)
+    here.page.get_by_role("radio").nth(choice).check()
+    assert here.page.evaluate("model.get('choice')") == choice
+    said = here.page.get_by_role("status").inner_text()
+    assert said.startswith("Right: " if right else f"No, it was {choices[answer]}: ")
+    assert all(r.is_disabled() for r in here.page.get_by_role("radio").all())
+
+
+@pytest.mark.parametrize("name", ["page_table", "prefix_tree", "schedule_chart"])
+def test_reduced_motion_is_respected(draw, events, name):
+    moving = "() => [...document.querySelectorAll('#here *')].filter((n) => getComputedStyle(n).transitionDuration !== '0s').length"
+    assert draw(name, traits_of(name, events)).page.evaluate(moving) > 0
+    assert draw(name, traits_of(name, events), reduced_motion="reduce").page.evaluate(moving) == 0
