@@ -159,6 +159,8 @@ def test_min_tokens_lets_an_early_stop_string_pass():
         "a",
         4,
     )  # begun before, completed after
+    ids = [TOKENS.index("a")] * 3  # the second "aa" overlaps the one that had to pass
+    assert run(LETTERS, SamplingParams(stop=("aa",), min_tokens=3), ids)[1:] == ("aa", "a", 3)
 
 
 def test_finish_can_reveal_a_stop_string():
