@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from functorch.compile import default_partition, nop
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
 from tinymoe.core.model_config import ConfigError, LayerConfig, ModelConfig, MoEConfig
 from tinymoe.experts.balance import MODES, BalanceConfig, max_violation
@@ -17,7 +21,7 @@ from tinymoe.model.weights import load_model
 from tinymoe.train import cli, evaluate
 from tinymoe.train.corpus import Corpus, Sampler
 from tinymoe.train.loop import TrainConfig, Trainer, trained_model
-from tinymoe.train.objective import acceptance, distillation
+from tinymoe.train.objective import Objective, acceptance, distillation
 from tinymoe.train.optimizer import Optimizer, OptimizerConfig, matrices_of, orthogonalize
 
 CPU = torch.device("cpu")
@@ -68,25 +72,25 @@ def nothing(_):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_loss_falls(mode):
-    run = trainer(steps=60, mode=mode)
+    run = trainer(steps=25, mode=mode, lr=3e-2)
     run.run(nothing)
     losses = [entry["loss"] for entry in run.history]
     assert losses[0] > 2.0
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.3 * losses[0]
 
 
 @pytest.mark.parametrize(("name", "config"), [("adamw", SHAPE), ("muon", DENSE)])
 def test_loss_falls_for_adamw_and_dense(name, config):
-    run = trainer(steps=60, name=name, config=config)
+    run = trainer(steps=25, name=name, config=config, lr=3e-2)
     run.run(nothing)
-    assert run.history[-1]["loss"] < 0.6 * run.history[0]["loss"]
+    assert run.history[-1]["loss"] < 0.3 * run.history[0]["loss"]
 
 
 def test_balance_loss_lowers_max_violation():
     def violation(mode):
-        run = trainer(steps=80, mode=mode, aux_weight=0.1)
-        totals = [run.train_step()[3] for _ in range(80)]
-        return max_violation(torch.stack(totals[-20:]).sum(0)).mean().item()
+        run = trainer(steps=30, mode=mode, aux_weight=0.1)
+        totals = [run.train_step()[3] for _ in range(30)]
+        return max_violation(torch.stack(totals[-10:]).sum(0)).mean().item()
 
     assert violation("none") > 1.5 * violation("aux")
 
@@ -112,6 +116,51 @@ def test_resumed_run_equals_uninterrupted(tmp_path, mode):
     other.config = replace(other.config, seed=4)
     with pytest.raises(ConfigError, match="was trained with seed 3, not 4"):
         other.load_state(tmp_path)
+
+
+class Bigram(torch.nn.Module):
+    """The least that an objective can train: the next token depends on this one alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(64, 64)
+
+    def forward(self, ids, positions, attend, sink=None):
+        if sink is not None:
+            sink.route(0, self.table(ids), ids[:, None], ids[:, None])
+        return self.table(ids)
+
+
+# torch's own: loading its compiler uses what it deprecates.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
+@pytest.mark.parametrize("mode", ["none", "aux-z"])
+@pytest.mark.parametrize("distil", [False, True])
+def test_compiled_losses_keep_their_gradient(distil, mode):
+    """Whatever the compiler simplifies (a sum with zero, for one), the loss can be differentiated and is the same.
+
+    Inductor's own decompositions and graph passes, without its code generation: no C++ compiler needed.
+    """
+
+    def partition(joint, inputs, **more):
+        joint_graph_passes(joint)
+        return default_partition(joint, inputs, **more)
+
+    backend = aot_autograd(
+        fw_compiler=nop, bw_compiler=nop, partition_fn=partition, decompositions=select_decomp_table
+    )
+    torch.manual_seed(0)
+    model, teacher = Bigram(), Bigram() if distil else None
+    objective = Objective(model, 2, 8, BalanceConfig(mode=mode), teacher, CPU)
+    tokens, share = torch.randint(0, 64, (2, 9)), torch.tensor(0.25)
+    grads, totals = [], []
+    for forward in (objective, torch.compile(objective, backend=backend, dynamic=False)):
+        losses = forward(tokens, share)
+        losses.total.backward()
+        totals.append(losses.total.item())
+        grads.append(model.table.weight.grad)
+        model.table.weight.grad = None
+    assert totals[0] == pytest.approx(totals[1], rel=1e-6)
+    torch.testing.assert_close(grads[0], grads[1])
 
 
 def test_minutes_end_the_run_with_the_rate_at_zero():
@@ -239,11 +288,11 @@ def test_acceptance_and_distillation_against_loops():
 
 
 def test_distillation_raises_acceptance():
-    target = trainer(steps=60)
+    target = trainer(steps=25, lr=3e-2)
     target.run(nothing)
-    run = trainer(steps=60, config=DENSE, teacher=target.model.requires_grad_(False))
+    run = trainer(steps=30, config=DENSE, lr=3e-2, teacher=target.model.requires_grad_(False))
     run.run(nothing)
-    assert run.history[-1]["acceptance"] > run.history[0]["acceptance"] + 0.2
+    assert run.history[-1]["acceptance"] > run.history[0]["acceptance"] + 0.5
 
 
 def test_bits_per_byte_of_a_uniform_model_and_cover():
@@ -281,6 +330,7 @@ def trained_folders(tmp_path_factory):
     draft = json.loads((cli.ZOO / "quintet-draft" / "config.json").read_text())
     draft |= {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     draft |= {"head_dim": 16, "intermediate_size": 32}
+    del draft["layer_types"]  # one name a layer, and there are fewer layers here
     for name, config in (("shape", shape), ("draft-shape", draft)):
         (root / name).mkdir()
         (root / name / "config.json").write_text(json.dumps(config))

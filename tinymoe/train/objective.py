@@ -77,4 +77,7 @@ class Objective(nn.Module):
                 target_TV = self.teacher(inputs_T, self.positions_T, self.attend)
             main, accepted = distillation(target_TV, logits_TV, acceptance_share)
         counts = torch.stack(sink.counts) if sink.counts else labels_T.new_zeros((0, 0))
-        return Losses(main + sink.loss(main), main.detach(), accepted.detach(), counts)
+        # Adding a zero here would break compiling: the compiler drops the sum, so that total and the detached main
+        # become one tensor, and that one has no gradient.
+        total = main + sink.loss(main) if sink.losses else main
+        return Losses(total, main.detach(), accepted.detach(), counts)
