@@ -159,7 +159,7 @@ class Pages(RuleBasedStateMachine):
     def enter(self, seq):
         hits = self.real.lookup(seq)
         assert hits == self.naive.lookup(seq)
-        fits = self.real.fits(hits, seq.num_tokens)
+        fits = self.real.count_fitting([Chunk(seq, 0, seq.num_tokens, True)]) == 1
         free = [b for b in self.naive.free_list() if b not in hits]
         assert fits == (len(free) >= -(-seq.num_tokens // self.size) - len(hits))
         if not fits:

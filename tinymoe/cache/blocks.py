@@ -9,6 +9,7 @@ Paged attention: Kwon et al., SOSP 2023, arXiv 2309.06180. Python and numpy only
 """
 
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,16 @@ from tinymoe.cache.pool import BlockPool
 from tinymoe.cache.prefix import PrefixIndex, block_key, root_key, short
 from tinymoe.core.sequence import Chunk, Sequence
 from tinymoe.core.trace import Trace
+
+
+class Need(NamedTuple):
+    """What chunks will take: so many blocks; for each chunk the length of its table and the blocks missing at its end;
+    and which chunks start by writing into a block that others own too."""
+
+    blocks: int
+    have: np.ndarray
+    missing: np.ndarray
+    writers: np.ndarray
 
 
 class BlockManager:
@@ -61,10 +72,18 @@ class BlockManager:
         self._extend_keys(seq, usable)
         return self.prefix.find(seq.block_keys[:usable])
 
-    def fits(self, hits: Seq[int], num_tokens: int) -> bool:
-        """Whether a sequence of `num_tokens` with these prefix hits could get all its blocks now."""
-        revived = sum(self.pool.is_free(b) for b in hits)
-        return self.blocks_for(num_tokens) - len(hits) <= self.pool.num_free - revived
+    def count_fitting(self, entrants: Seq[Chunk], after: Seq[Chunk] = ()) -> int:
+        """How many of these first chunks of waiting sequences could be admitted, in this order, if `after` is reserved
+        as well. There must be room for each whole sequence, at the time when it enters."""
+        room, held = self.pool.num_free - (self._need(after).blocks if after else 0), set()
+        for count, chunk in enumerate(entrants):
+            hits = self.lookup(chunk.seq)
+            revived = {block for block in hits if self.pool.is_free(block)} - held
+            if self.blocks_for(chunk.seq.num_tokens) - len(hits) > room - len(revived):
+                return count
+            held |= revived
+            room -= len(revived) + self.blocks_for(chunk.stop) - len(hits)
+        return len(entrants)
 
     def admit(self, seq: Sequence, hits: Seq[int]) -> None:
         """Give `seq` a row that starts with the shared blocks `hits`; sets its computed and cached token counts."""
@@ -119,21 +138,16 @@ class BlockManager:
         """
         if not chunks:
             return True
-        rows, starts, stops = _spans(chunks)
-        first = starts // self.block_size
-        have = self.lengths[rows]
-        missing = -(-stops // self.block_size) - have
-        writes_old = np.flatnonzero(first < have)
-        old = self.tables[rows[writes_old], first[writes_old]]
-        shared = self.pool.refs[old] > 1
-        copies = self._copies_needed(old[shared])
-        if int(np.maximum(missing, 0).sum()) + copies > self.pool.num_free:
+        need = self._need(chunks)
+        if need.blocks > self.pool.num_free:
             return False
-        for i in writes_old[shared]:
-            self._copy_on_write(chunks[i], int(rows[i]), int(first[i]))
-        for i in np.flatnonzero(missing > 0):
-            for index in range(int(have[i]), int(have[i] + missing[i])):
-                self._append(chunks[i], int(rows[i]), index)
+        for i in need.writers:
+            chunk = chunks[i]
+            self._copy_on_write(chunk, chunk.seq.row, chunk.start // self.block_size)
+        for i in np.flatnonzero(need.missing > 0):
+            row, have = chunks[i].seq.row, int(need.have[i])
+            for index in range(have, have + int(need.missing[i])):
+                self._append(chunks[i], row, index)
         self._chunks.extend(chunks)
         self._slots = None
         return True
@@ -180,12 +194,19 @@ class BlockManager:
 
     # Details
 
-    def _copies_needed(self, shared_blocks: np.ndarray) -> int:
-        """Each writer of a shared block copies it, except the last of its owners, which may keep it."""
-        if not len(shared_blocks):
-            return 0
-        blocks, writers = np.unique(shared_blocks, return_counts=True)
-        return int(np.minimum(writers, self.pool.refs[blocks] - 1).sum())
+    def _need(self, chunks: Seq[Chunk]) -> Need:
+        rows, starts, stops = _spans(chunks)
+        first, have = starts // self.block_size, self.lengths[rows]
+        missing = np.maximum(-(-stops // self.block_size) - have, 0)
+        writes_old = np.flatnonzero(first < have)
+        old = self.tables[rows[writes_old], first[writes_old]]
+        shared = self.pool.refs[old] > 1
+        count = int(missing.sum())
+        if shared.any():
+            # Each writer of a shared block copies it, except the last of its owners, which may keep it.
+            blocks, writers = np.unique(old[shared], return_counts=True)
+            count += int(np.minimum(writers, self.pool.refs[blocks] - 1).sum())
+        return Need(count, have, missing, writes_old[shared])
 
     def _copy_on_write(self, chunk: Chunk, row: int, index: int) -> None:
         old = int(self.tables[row, index])

@@ -62,51 +62,44 @@ class Scheduler:
         line in order. Nobody is admitted in a step that had to preempt.
         """
         self._waits = {}
-        chunks, shares = self._plan(admit=True)
+        chunks = self._plan(admit=True)
+        for chunk in chunks:
+            if chunk.seq.status is not Status.RUNNING:
+                self._seat(chunk.seq)
         while not self.blocks.reserve(chunks):
             self._preempt(max(self.running, key=self._order))
             self._waits = {
                 self.waiting[0]: (PREEMPTED, f"{__name__}:Scheduler.schedule#preempted-in-this-step")
             }
-            chunks, shares = self._plan(admit=False)
-        chunks += self._admit(shares)
+            chunks = self._plan(admit=False)
         self._record(chunks)
         return chunks
 
-    def _plan(self, admit: bool) -> tuple[list[Chunk], list[tuple[Sequence, int]]]:
-        """Chunks of the running sequences, and (waiting sequence, tokens) for those to be admitted."""
+    def _plan(self, admit: bool) -> list[Chunk]:
+        """Chunks of the running sequences, then of waiting ones that can start."""
         budget = self.config.max_num_batched_tokens
         chunks: list[Chunk] = []
-        catching_up: list[Sequence] = []
+        candidates: list[Candidate] = []
         for seq in self.running:
             computed, total = seq.num_computed_tokens, len(seq.token_ids)
             if total - computed > 1:
-                catching_up.append(seq)
+                candidates.append(Candidate(seq, computed, total - computed))
             elif budget:
                 chunks.append(Chunk(seq, computed, total, True))
                 budget -= 1
-        candidates = [
-            Candidate(seq, seq.num_computed_tokens, seq.num_tokens - seq.num_computed_tokens)
-            for seq in catching_up
-        ]
         if admit and self.waiting:
-            candidates = self._with_waiting(budget, candidates, chunks)
-        shares = []
-        for (seq, start, _), n in zip(candidates, self._share(budget, candidates)):
-            if n and seq.status is Status.RUNNING:
-                chunks.append(Chunk(seq, start, start + n, start + n == seq.num_tokens))
-            elif n:
-                shares.append((seq, n))
-        return chunks, shares
+            return chunks + self._with_waiting(budget, candidates, chunks)
+        return chunks + _chunks(candidates, self._share(budget, candidates))
 
-    def _with_waiting(self, budget: int, reading: list[Candidate], decodes: list[Chunk]) -> list[Candidate]:
-        """`reading` and the head of the waiting line. Tokens of those that cannot or should not start in this step are
-        offered again to the others, until all that remain can start."""
+    def _with_waiting(self, budget: int, reading: list[Candidate], decodes: list[Chunk]) -> list[Chunk]:
+        """Chunks of `reading` and of the head of the waiting line. Tokens of those that cannot or should not start in
+        this step are offered again to the others, until all that remain can start."""
         while True:
             candidates = reading + self._candidates(budget)
             tokens = self._share(budget, candidates)
-            if not self._hold_twins(candidates, tokens) and self._have_pages(candidates, tokens, decodes):
-                return candidates
+            chunks = _chunks(candidates, tokens)
+            if not self._hold_twins(candidates, tokens) and self._have_pages(decodes, chunks):
+                return chunks
 
     def _candidates(self, budget: int) -> list[Candidate]:
         """The head of the waiting line, as far as pages, seats and (for short prompts) the budget reach."""
@@ -145,19 +138,16 @@ class Scheduler:
                 self._waits[seq] = (TWIN, f"{__name__}:Scheduler._hold_twins#prefix-on-its-way")
         return found
 
-    def _have_pages(self, candidates: list[Candidate], tokens: list[int], decodes: list[Chunk]) -> bool:
-        """Whether every waiting candidate that got tokens will fit, after what the running ones take; the first that
-        will not ends the line. A forecast: `_admit` looks again, as a reserve may evict a hit of a later one."""
-        spans = [(seq, start, start + n) for (seq, start, _), n in zip(candidates, tokens) if n]
-        reading = [Chunk(*span, False) for span in spans if span[0].status is Status.RUNNING]
-        taken = self.blocks.blocks_needed(decodes + reading)
-        for seq, start, stop in spans[len(reading) :]:
-            hits = self.blocks.lookup(seq)
-            if not self.blocks.fits(hits, seq.num_tokens, taken):
-                self._waits[seq] = (NO_PAGES, f"{__name__}:Scheduler._have_pages#must-fit-whole")
-                return False
-            taken += self.blocks.blocks_for(stop) - start // self.blocks.block_size
-        return True
+    def _have_pages(self, decodes: list[Chunk], chunks: list[Chunk]) -> bool:
+        """Whether the waiting sequences that got tokens will find pages after the running ones; the first that will not
+        ends the line. Each must fit whole, so that it is not evicted at once."""
+        running = [c for c in chunks if c.seq.status is Status.RUNNING]
+        entrants = chunks[len(running) :]
+        count = self.blocks.count_fitting(entrants, after=decodes + running)
+        if count == len(entrants):
+            return True
+        self._waits[entrants[count].seq] = (NO_PAGES, f"{__name__}:Scheduler._have_pages#must-fit-whole")
+        return False
 
     def _share(self, budget: int, candidates: list[Candidate]) -> list[int]:
         """Split the budget over prefills, first come first served, except that long ones together get at most half
@@ -185,24 +175,8 @@ class Scheduler:
                     budget -= extra
         return tokens
 
-    def _admit(self, shares: list[tuple[Sequence, int]]) -> list[Chunk]:
-        """Seat waiting sequences in order until one does not fit; it must fit whole, so that it is not evicted at once."""
-        chunks = []
-        for seq, n in shares:
-            hits = self.blocks.lookup(seq)  # again: the admissions before it may have evicted some
-            if not self.blocks.fits(hits, seq.num_tokens):
-                self._waits[seq] = (NO_PAGES, f"{__name__}:Scheduler._admit#must-fit-whole")
-                break
-            self.blocks.admit(seq, hits)
-            start = seq.num_computed_tokens
-            stop = min(start + n, seq.num_tokens)
-            chunk = Chunk(seq, start, stop, stop == seq.num_tokens)
-            self.blocks.reserve([chunk])
-            self._seat(seq)
-            chunks.append(chunk)
-        return chunks
-
     def _seat(self, seq: Sequence) -> None:
+        self.blocks.admit(seq, self.blocks.lookup(seq))
         self.waiting.remove(seq)
         self.running.append(seq)
         first_time = seq.status is Status.WAITING
@@ -292,3 +266,8 @@ class Scheduler:
             running=len(self.running),
             waiting=len(self.waiting),
         )
+
+
+def _chunks(candidates: list[Candidate], tokens: list[int]) -> list[Chunk]:
+    """One chunk for each that got tokens; it samples if these are all it needs."""
+    return [Chunk(seq, start, start + n, n == need) for (seq, start, need), n in zip(candidates, tokens) if n]
