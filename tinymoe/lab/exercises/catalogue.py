@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tinymoe.lab.exercises import caching, paging, routing, scheduling
+from tinymoe.lab.exercises import caching, paging, routing, scheduling, tracing
 from tinymoe.lab.exercises.judge import Judge
 
 JUDGES: Mapping[str, Judge] = MappingProxyType(
     {
+        "00.1": tracing.first_token,
         "02.1": routing.imbalance,
         "08.1": caching.bytes_per_token,
         "08.2": caching.tokens_computed,
