@@ -25,7 +25,7 @@ REAL = [
     p.name for number in ("00", "02", "09") for p in sorted((ROOT / "notebooks").glob(f"{number}_*.ipynb"))
 ]
 TOKEN = "e2e"
-START_S, RUN_MS, MOVE_MS = 90, 180_000, 20_000
+START_S, RUN_MS, MOVE_MS = 120, 180_000, 45_000
 SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "notebook-extension/tracker": {
@@ -50,7 +50,7 @@ with trace.record() as events:
             trace.emit("route", "", layer=layer, seq=0, position=step, experts=(step % 4, 5), gates=(600, 400), margin=9000)
 """
 SHOW = ["pages = PageTable(events, num_blocks=12)\npages", "load = ExpertLoad(events, experts=8)\nload"]
-DEAD = "pages.controls.unobserve_all()"
+DEAD = "load.controls.unobserve_all()"
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +128,11 @@ def run_all(page: Page, base: str, name: str) -> None:
     page.wait_for_function(IDLE, timeout=RUN_MS)
     assert page.evaluate(ERRORS) == []
     page.wait_for_selector(CONTROLS, timeout=MOVE_MS)
+    page.wait_for_function(DRAWN, timeout=MOVE_MS)
 
 
 CONTROLS = ".jp-OutputArea-output .tm-scrub"
+DRAWN = "() => [...document.querySelectorAll('.js-plotly-plot')].every(g => g.querySelector('.main-svg'))"
 # The picture is what the output holds beside the controls; a plotly figure is read as data, not as pixels.
 PICTURE = """controls => {
     const whole = controls.closest('.jp-OutputArea-output');
@@ -201,5 +203,5 @@ def test_a_dead_slider_is_noticed(lab, visit):
     page = visit(base).page
     run_all(page, base, "dead.ipynb")
     with pytest.raises(AssertionError, match="drag: the caption stays"):
-        drive(page, 0, timeout=4000)
-    drive(page, 1)  # the other widget is alive: only the cut one was refused
+        drive(page, 1, timeout=4000)
+    drive(page, 0)  # the other widget is alive: only the cut one was refused
