@@ -28,7 +28,7 @@ const STYLE = `
 .tm-pages .cached b { font-weight: 400; color: var(--dim); }
 .tm-pages .free { border: 1.5px dashed var(--line); }
 .tm-pages .now { outline: 3px solid var(--fg); outline-offset: 1px; }
-.tm-pages .now::after { content: "●"; position: absolute; right: 2px; top: -2px; font-size: 9px; }
+.tm-pages [role=gridcell].now::after { content: "●"; position: absolute; right: 2px; top: -2px; font-size: 9px; }
 .tm-pages [role=gridcell]:focus-visible { box-shadow: 0 0 0 3px var(--bg), 0 0 0 6px #56b4e9; }
 .tm-pages table { border-collapse: collapse; } .tm-pages td, .tm-pages th { padding: 2px 6px 2px 0; text-align: left; font-weight: 400; border: 0; background: none; }
 .tm-pages .seq { display: inline-block; min-width: 20px; padding: 1px 5px; border-radius: 4px; border: 2px solid var(--c); text-align: center; font-weight: 600;
