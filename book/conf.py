@@ -9,7 +9,7 @@ sys.path.insert(0, str(HERE / "_ext"))
 project = "tinymoe"
 author = "the tinymoe authors"
 language = "en"
-extensions = ["myst_nb", "formulas", "results", "players", "sources"]
+extensions = ["myst_nb", "formulas", "results", "players", "sources", "sources"]
 exclude_patterns = ["_build", "_ext", "results", "notebooks/solutions"]
 
 nb_execution_mode = "off"  # the stored outputs are what strict nbval compares; the book shows the same bytes

@@ -1,12 +1,10 @@
-"""Links of the notebooks to files of the package, as in `[scheduler.py](../tinymoe/engine/scheduler.py)`.
+"""Links of a notebook to files of the repository become pages of the book: the source, highlighted, as it is today.
 
-In JupyterLab and on a code host they open the file. In the book they open a page with its text, as it was when the book
-was built. A link to a file that does not exist is a warning, which fails the build.
+The notebooks lie outside the book and are linked into it, so Sphinx sees their neighbours under a path of their own:
+links from notebook to notebook are brought home here, too.
 """
 
-import re
 from collections.abc import Iterator
-from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,52 +12,52 @@ from typing import Any
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
-from sphinx.transforms import SphinxTransform
-from sphinx.util import logging
 
-logger = logging.getLogger(__name__)
-TARGET = re.compile(r"(?:\.\./)+(tinymoe/[\w/-]+\.(?:py|js|json))")
-LANGUAGES = {".py": "python", ".js": "javascript", ".json": "json"}
+LEXERS = {".py": "python", ".js": "javascript", ".toml": "toml", ".json": "json"}
+FOLDER = "source"
 
 
-def text_of(path: str) -> str | None:
-    """Text of tinymoe/..., wherever the book itself lies; None if there is no such file."""
+def repository() -> Path:
     spec = find_spec("tinymoe")
     if not spec or not spec.origin:
-        raise RuntimeError("the book needs the package tinymoe: make book installs it")
-    file = Path(spec.origin).parent.parent / path
-    return file.read_text(encoding="utf-8") if file.is_file() else None
+        raise RuntimeError("the book shows files of tinymoe, which is not installed: make book installs it")
+    return Path(spec.origin).resolve().parents[1]
 
 
-class LinkSources(SphinxTransform):
-    """Turns such links into references to the pages that `pages` makes; before MyST looks for a document."""
+def rewrite(app: Sphinx, tree: nodes.document) -> None:
+    """Runs before Sphinx collects downloads and resolves references."""
+    env = app.env
+    here, root, notebooks = env.docname, repository(), (Path(app.srcdir) / "notebooks").resolve()
+    pages = env.metadata[here].setdefault("source_pages", "")
+    for link in list(tree.findall(addnodes.download_reference)):
+        path = Path(env.relfn2path(link["reftarget"], here)[1]).resolve()
+        if path.suffix in LEXERS and path.is_relative_to(root):
+            name = path.relative_to(root).as_posix()
+            pages += f"{name}\n"
+            uri = app.builder.get_relative_uri(here, f"{FOLDER}/{name}")
+            link.replace_self(nodes.reference("", "", *link.children, refuri=uri, internal=True))
+    env.metadata[here]["source_pages"] = pages
+    for link in tree.findall(addnodes.pending_xref):
+        target = Path(link.get("reftarget") or "")
+        if link.get("refdomain") == "doc" and target.is_absolute() and target.is_relative_to(notebooks):
+            link["reftarget"] = f"notebooks/{target.relative_to(notebooks).as_posix()}"
 
-    default_priority = 5
 
-    def apply(self, **kwargs: Any) -> None:
-        for node in list(self.document.findall(addnodes.pending_xref)):
-            found = TARGET.fullmatch(node.get("reftarget", ""))
-            if not found:
-                continue
-            path, docname = found[1], self.env.docname
-            if text_of(path) is None:
-                logger.warning("link to a file that does not exist: %s", path, location=node)
-            else:
-                self.env.metadata[docname].setdefault("sources", []).append(path)
-            uri = f"{'../' * docname.count('/')}sources/{path}.html"
-            node.replace_self(nodes.reference("", "", *node.children, refuri=uri, internal=True))
-
-
-def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """A page for each file that is linked to."""
-    linked = {path for data in app.env.metadata.values() for path in data.get("sources", [])}
-    for path in sorted(linked):
-        text = text_of(path) or ""
-        code = app.builder.highlighter.highlight_block(text, LANGUAGES[Path(path).suffix], linenos="inline")  # type: ignore
-        yield f"sources/{path}", {"title": path, "body": f"<h1>{escape(path)}</h1>{code}"}, "page.html"
+def collect(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """One page for each file that is linked from anywhere."""
+    names = {name for data in app.env.metadata.values() for name in data.get("source_pages", "").splitlines()}
+    for name in sorted(names):
+        text = (repository() / name).read_text()
+        lexer = LEXERS[Path(name).suffix]
+        body = app.builder.highlighter.highlight_block(text, lexer, linenos="inline")  # type: ignore[attr-defined]
+        yield (
+            f"{FOLDER}/{name}",
+            {"title": name, "body": f"<h1>{name}</h1>\n{body}", "parents": []},
+            "page.html",
+        )
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    app.add_transform(LinkSources)
-    app.connect("html-collect-pages", pages)
+    app.connect("doctree-read", rewrite, priority=100)
+    app.connect("html-collect-pages", collect)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -4,6 +4,7 @@ Beside the real notebooks the book is built with a probe, a small notebook that 
 """
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from nbformat import write
@@ -28,9 +30,9 @@ export default { render({ model, el }) {
   model.on("change:frame", draw);
 } };
 """
-FORMULAS = r"""# Probe
+TEXT = r"""# Probe
 
-Inline $\sum_i p_i = 1$, and on its own line:
+Inline $\sum_i p_i = 1$, in [trace.py](../tinymoe/core/trace.py), and on its own line:
 
 $$
 \left\lceil \frac{kT}{P} \right\rceil \le \mathrm{pages}
@@ -76,12 +78,13 @@ def probe_outputs() -> list[dict]:
 @pytest.fixture(scope="session")
 def book(tmp_path_factory) -> Path:
     """The folder of the built book; building it is a test of its own: a warning is an error."""
-    source = tmp_path_factory.mktemp("book")
-    shutil.copytree(
-        ROOT / "book", source, ignore=shutil.ignore_patterns("_build", "notebooks"), dirs_exist_ok=True
-    )
-    notebooks = shutil.copytree(ROOT / "notebooks", source / "notebooks")
-    cells = [new_markdown_cell(FORMULAS)]
+    root = tmp_path_factory.mktemp("repository")
+    source, notebooks = root / "book", root / "notebooks"
+    shutil.copytree(ROOT / "book", source, ignore=shutil.ignore_patterns("_build", "notebooks"))
+    shutil.copytree(ROOT / "notebooks", notebooks)
+    (source / "notebooks").symlink_to("../notebooks")
+    (root / "tinymoe").symlink_to(ROOT / "tinymoe")
+    cells = [new_markdown_cell(TEXT)]
     for i, data in enumerate(probe_outputs(), 1):
         shown = new_output("display_data", data=data | {"text/plain": "a picture"})
         cells.append(new_code_cell("picture", execution_count=i, outputs=[shown]))
@@ -186,6 +189,17 @@ def test_every_page_is_whole_offline(book, server, visit):
             ".player-error"
         ).all_inner_texts()
     assert (seen.external, seen.failed, seen.errors) == ([], [], [])
+
+
+def test_links_lead_somewhere(book):
+    """Between pages, and to the sources, which are pages of the book, too."""
+    broken = []
+    for path in book.rglob("*.html"):
+        for link in re.findall(r'href="([^"#?]+)', path.read_text()):
+            if not re.match(r"[a-z]+:", link) and not (path.parent / unquote(link)).exists():
+                broken.append(f"{path.relative_to(book)}: {link}")
+    assert not broken
+    assert "class Trace" in re.sub("<[^>]+>", "", (book / "source/tinymoe/core/trace.py.html").read_text())
 
 
 def test_replays_move_by_mouse_and_keyboard(book, server, visit):
