@@ -448,3 +448,43 @@ def test_a_trace_that_nobody_stops_is_only_read(events):
     assert list(events) == before
     trace = Trace()
     assert not trace.on
+
+
+@pytest.mark.parametrize("make", [m for m, _ in ALL])
+def test_a_widget_is_whole_when_the_browser_hears_of_it(events, monkeypatch, make):
+    """JupyterLab may ask for all states at any moment: nothing may follow the message that opens a widget."""
+    sent = []
+
+    class Comm:
+        def __init__(self, comm_id, data):
+            self.comm_id, self.data, self.kernel = comm_id, data, True
+
+        def send(self, data=None, **_):
+            sent.append(data)
+
+        def on_msg(self, callback):
+            pass
+
+        def close(self, *_, **__):
+            pass
+
+        on_close = close
+
+    opened = []
+
+    def create_comm(data=None, **_):
+        opened.append(Comm(f"c{len(opened)}", data))
+        return opened[-1]
+
+    monkeypatch.setattr("ipywidgets.widgets.widget.comm.create_comm", create_comm)
+    w = make(events)
+    assert sent == []
+    states = {c.comm_id: c.data["state"] for c in opened}
+    assert states[w.controls.comm.comm_id]["count"] == w.controls.count
+    assert states[w.controls.comm.comm_id]["caption"] == w.text
+    figure = states[w.children[1].comm.comm_id]
+    if "_widget_data" in figure:
+        assert figure["_widget_data"][0]["type"] in ("heatmap", "sankey")
+        assert "tm-plot" in figure["_dom_classes"]
+    else:
+        assert figure["frame"] == w.frame

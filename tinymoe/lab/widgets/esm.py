@@ -12,7 +12,26 @@ def source(name: str) -> str:
     return files("tinymoe.lab").joinpath(f"{name}.js").read_text(encoding="utf-8")
 
 
-class Controls(anywidget.AnyWidget):
+class Deferred:
+    """Mixin of a widget that reaches the browser only when `complete()` is called, in one message.
+
+    JupyterLab asks the kernel for the state of all widgets when it connects, on a thread of its own. It would then see a
+    widget that is still being made, and keep that state although newer messages came in between: a blank figure in half
+    of the runs on a slow machine.
+    """
+
+    _complete = False
+
+    def open(self) -> None:
+        if self._complete:
+            super().open()  # type: ignore[misc]
+
+    def complete(self) -> None:
+        self._complete = True
+        self.open()
+
+
+class Controls(Deferred, anywidget.AnyWidget):
     """scrubber.js. `at` is the moment shown, of `count`; `drawn` follows it when the kernel has drawn it.
 
     decisions: moments at which the engine decided something. why: [words, source line] pairs, and table: rows, are

@@ -10,6 +10,7 @@ import traitlets
 
 from tinymoe.lab.frames import load
 from tinymoe.lab.frames.view import Frame
+from tinymoe.lab.widgets.esm import Deferred
 
 OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 COLD_TO_HOT = [[0, "#0072B2"], [0.3333, "#F2F2F2"], [1, "#D55E00"]]  # white is the mean (100 of 0..300)
@@ -167,7 +168,7 @@ def _faded(color: str) -> str:
     return f"rgba({red},{green},{blue},0.4)"
 
 
-class PlotPicture(go.FigureWidget):
+class PlotPicture(Deferred, go.FigureWidget):
     """A live figure; `selection` is "cell row expert" after a click on a heat map."""
 
     selection = traitlets.Unicode()
@@ -179,6 +180,7 @@ class PlotPicture(go.FigureWidget):
         first: Any = self.data[0]
         if first.type == "heatmap":
             first.on_click(self._clicked)
+        self.complete()
 
     def draw(self, frame: Frame) -> None:
         layout = self._untitled(frame)

@@ -71,7 +71,8 @@ class Scrubber(ipywidgets.VBox):
             picture.widget = picture.make(picture.frame(self._events, self._index))
             picture.widget.observe(self._clicked, "selection")
         self._driver = Driver(live, lock, self.controls, after=lambda: self.seek(-1))
-        self._draw()
+        self.controls.caption = self.text
+        self.controls.complete()
         self.controls.observe(lambda _: self._draw(), "at")
         self.controls.observe(lambda _: self._answer(), ["show_why", "show_table"])
         super().__init__([self.controls, *(p.widget for p in pictures)])
