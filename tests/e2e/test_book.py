@@ -109,6 +109,12 @@ def book(tmp_path_factory) -> Path:
     return html
 
 
+def pages(book: Path) -> list[Path]:
+    found = [path for path in sorted(book.rglob("*.html")) if "_static" not in path.relative_to(book).parts]
+    assert len(found) >= 4, found
+    return found
+
+
 class Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *_):
         pass
@@ -177,11 +183,7 @@ def drive(page: Page, nth: int) -> None:
 
 def test_every_page_is_whole_offline(book, server, visit):
     seen = visit(server)
-    pages = sorted(book.rglob("*.html"))
-    assert len(pages) >= 4
-    for path in pages:
-        if "_static" in path.parts:
-            continue
+    for path in pages(book):
         assert path.stat().st_size <= MAX_PAGE_KB * 1024, f"{path.name} has {path.stat().st_size // 1024} KB"
         seen.page.goto(f"{server}/{path.relative_to(book)}")
         ready(seen.page)
@@ -194,7 +196,7 @@ def test_every_page_is_whole_offline(book, server, visit):
 def test_links_lead_somewhere(book):
     """Between pages, and to the sources, which are pages of the book, too."""
     broken = []
-    for path in book.rglob("*.html"):
+    for path in pages(book):
         for link in re.findall(r'href="([^"#?]+)', path.read_text()):
             if not re.match(r"[a-z]+:", link) and not (path.parent / unquote(link)).exists():
                 broken.append(f"{path.relative_to(book)}: {link}")
