@@ -2,7 +2,7 @@
 
 from tinymoe.core.trace import Event
 from tinymoe.lab.frames.pool import KINDS, NONE, Pool
-from tinymoe.lab.frames.view import Events, Frame, changes, count, last_by, last_change, letters, listed
+from tinymoe.lab.frames.view import Events, Frame, count, last_change, letters, listed, paced
 
 __all__ = ["CHANGES", "DECISIONS", "KINDS", "caption", "frame", "moments", "table"]
 DECISIONS = frozenset({"share", "cow", "evict", "preempt", "undo", "fork"})
@@ -11,11 +11,7 @@ CHANGES = frozenset({"fork", "alloc", "share", "cow", "free", "evict", "undo", "
 
 def moments(events: Events, *, every: str = "event", **_) -> list[int]:
     """Every event that changes a page (and each step without any), or with every="step" each step once."""
-    if every not in ("event", "step"):
-        raise ValueError(f'every must be "event" or "step", got {every!r}')
-    if every == "step":
-        return last_by(events, KINDS, lambda e: e.step)
-    return changes(events, CHANGES)
+    return paced(events, every, KINDS, CHANGES)
 
 
 def frame(

@@ -2,7 +2,7 @@
 
 from tinymoe.core.trace import Event
 from tinymoe.lab.frames.pool import KINDS, LOST, NONE, Pool
-from tinymoe.lab.frames.view import Events, Frame, changes, count, last_by, last_change, letters
+from tinymoe.lab.frames.view import Events, Frame, count, last_change, letters, paced
 
 __all__ = ["CHANGES", "DECISIONS", "KINDS", "caption", "frame", "moments", "table"]
 DECISIONS = frozenset({"hit", "evict"})
@@ -11,11 +11,7 @@ CHANGES = frozenset({"hash", "hit", "share", "evict"})
 
 def moments(events: Events, *, every: str = "event", **_) -> list[int]:
     """Every event that reads or changes the index (and each step without any), or with every="step" each step once."""
-    if every not in ("event", "step"):
-        raise ValueError(f'every must be "event" or "step", got {every!r}')
-    if every == "step":
-        return last_by(events, KINDS, lambda e: e.step)
-    return changes(events, CHANGES)
+    return paced(events, every, KINDS, CHANGES)
 
 
 def frame(events: Events, i: int, *, every: str = "event") -> Frame:

@@ -80,6 +80,15 @@ def last_by(events: Events, kinds: frozenset[str], key) -> list[int]:
     return found
 
 
+def paced(events: Events, every: str, kinds: frozenset[str], changing: frozenset[str]) -> list[int]:
+    """Moments for every="event" (see `changes`) or every="step" (the last of `kinds`). Raises ValueError for another."""
+    if every == "step":
+        return last_by(events, kinds, lambda e: e.step)
+    if every != "event":
+        raise ValueError(f'every must be "event" or "step", got {every!r}')
+    return changes(events, changing)
+
+
 def changes(events: Events, kinds: frozenset[str]) -> list[int]:
     """One moment for each event of `kinds`, and one for each step without any.
 
