@@ -23,7 +23,7 @@ ALL = [
     (PrefixTree, prefix),
     (ScheduleChart, schedule),
 ]
-MODULES = ("page_table", "predict", "prefix_tree", "schedule_chart", "scrubber")
+MODULES = ("page_table", "predict", "prefix_tree", "schedule_chart", "scrubber", "token_matrix")
 
 
 @pytest.fixture(scope="module")

@@ -100,6 +100,18 @@ def traits_of(name, events):
         }
     if name == "predict":
         return {"frame": quiz(events, pages.moments(events)[20], "free"), "choice": -1}
+    if name == "token_matrix":
+        words = ["It", " was", " a", ' "cold"', " day"]
+        return {
+            "frame": {
+                "event": 3,
+                "step": 1,
+                "size": 5,
+                "words": words,
+                "panels": [["Without", 0, 4], ["With", 3, 4]],
+            },
+            "selection": "",
+        }
     view = {"page_table": pages, "prefix_tree": prefix, "schedule_chart": schedule}[name]
     chosen = view.moments(events)
     options = {"block_size": 4} if view is pages else {}
@@ -107,7 +119,9 @@ def traits_of(name, events):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["page_table", "prefix_tree", "schedule_chart", "scrubber", "predict"])
+@pytest.mark.parametrize(
+    "name", ["page_table", "prefix_tree", "schedule_chart", "scrubber", "predict", "token_matrix"]
+)
 def test_text_can_be_read_by_day_and_night(draw, events, name, scheme):
     here = draw(name, traits_of(name, events), scheme, color_scheme=scheme)
     contrasts = here.page.evaluate(CONTRAST)
@@ -176,6 +190,17 @@ def test_tree_has_one_item_for_each_block(draw, events):
     here.page.keyboard.press("ArrowDown")
     here.page.keyboard.press(" ")
     assert here.page.evaluate("model.get('selection')") == f"block {nodes[1][0]}"
+
+
+def test_matrix_draws_what_ran_and_what_was_read(draw, events):
+    here = draw("token_matrix", traits_of("token_matrix", events))
+    without, cached = here.page.locator("figure").all()
+    kinds = [{k: p.locator(f"rect.{k}").count() for k in ("new", "read", "old")} for p in (without, cached)]
+    assert kinds == [{"new": 10, "read": 0, "old": 0}, {"new": 1, "read": 3, "old": 6}]
+    assert cached.get_by_role("img").get_attribute("aria-label") == (
+        "With: rows 3 to 3 are computed, keys 0 to 2 come from the cache"
+    )
+    assert here.page.locator("figcaption").all_inner_texts() == ["Without 4 of 4 rows", "With 1 of 4 rows"]
 
 
 def test_controls_by_keyboard(draw, events):
