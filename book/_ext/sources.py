@@ -34,6 +34,7 @@ def rewrite(app: Sphinx, tree: nodes.document) -> None:
         if path.suffix in LEXERS and path.is_relative_to(root):
             name = path.relative_to(root).as_posix()
             pages += f"{name}\n"
+            env.note_dependency(str(path))  # its page must be made again when it changes
             uri = app.builder.get_relative_uri(here, f"{FOLDER}/{name}")
             link.replace_self(nodes.reference("", "", *link.children, refuri=uri, internal=True))
     env.metadata[here]["source_pages"] = pages
