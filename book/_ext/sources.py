@@ -50,12 +50,9 @@ def collect(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     for name in sorted(names):
         text = (repository() / name).read_text()
         lexer = LEXERS[Path(name).suffix]
-        body = app.builder.highlighter.highlight_block(text, lexer, linenos="inline")  # type: ignore[attr-defined]
-        yield (
-            f"{FOLDER}/{name}",
-            {"title": name, "body": f"<h1>{name}</h1>\n{body}", "parents": []},
-            "page.html",
-        )
+        code = app.builder.highlighter.highlight_block(text, lexer, linenos="inline")  # type: ignore[attr-defined]
+        body = f'<div class="source-page"><h1>{name}</h1>\n{code}</div>'
+        yield f"{FOLDER}/{name}", {"title": name, "body": body, "parents": []}, "page.html"
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
