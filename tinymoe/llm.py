@@ -163,7 +163,7 @@ class LLM:
         continue_final_message: bool = False,
     ) -> list[RequestOutput]:
         """Answer one or many conversations ([{"role": ..., "content": ...}, ...]) through the chat template."""
-        many = [messages] if messages and isinstance(messages[0], dict) else messages
+        many: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         tokenizer = self.get_tokenizer()
         prompts: list[Prompt] = []
         for conversation in many:

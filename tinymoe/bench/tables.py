@@ -19,7 +19,9 @@ ZOO = ROOT / "tinymoe" / "zoo"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if README.md is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if README.md is out of date"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,7 +73,9 @@ def engine_cpu() -> str:
 
 def card() -> str:
     """Bits per byte of the three bundled models, from their cards."""
-    cards = {n: json.loads((ZOO / f"quintet-{n}" / "card.json").read_text()) for n in ("moe", "dense", "draft")}
+    cards = {
+        n: json.loads((ZOO / f"quintet-{n}" / "card.json").read_text()) for n in ("moe", "dense", "draft")
+    }
     domains = ("english", "german", "python", "verse")
     rows = []
     for name, body in cards.items():

@@ -141,10 +141,10 @@ class BlockManager:
         need = self._need(chunks)
         if need.blocks > self.pool.num_free:
             return False
-        for i in need.writers:
+        for i in need.writers.tolist():
             chunk = chunks[i]
             self._copy_on_write(chunk, chunk.seq.row, chunk.start // self.block_size)
-        for i in np.flatnonzero(need.missing > 0):
+        for i in np.flatnonzero(need.missing > 0).tolist():
             row, have = chunks[i].seq.row, int(need.have[i])
             for index in range(have, have + int(need.missing[i])):
                 self._append(chunks[i], row, index)

@@ -82,7 +82,7 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.logprobs: list[dict] = []
         self.cumulative_logprob = 0.0
-        self.routed_experts = None
+        self.routed_experts: Any = None  # int16 [tokens, L, K] once finished, if the engine keeps them
         self.text: Any = None  # detokenizer state, if the engine has a tokenizer
 
     @property

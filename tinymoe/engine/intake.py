@@ -85,7 +85,7 @@ class Intake:
                     f"a prompt dict has 'prompt' or 'prompt_token_ids', got keys {sorted(prompt)}"
                 )
             text = prompt.get("prompt")
-            prompt = prompt.get("prompt_token_ids", text)
+            prompt = prompt.get("prompt_token_ids", text or [])
         if isinstance(prompt, str):
             if self.text is None:
                 raise RequestError(

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from tinymoe.cache.pool import BlockPool
 from tinymoe.core.metrics import EngineMetrics
-
 from tinymoe.core.outputs import CompletionOutput, RequestOutput
 from tinymoe.core.sequence import Chunk, Request, Sequence
 from tinymoe.engine.intake import Text

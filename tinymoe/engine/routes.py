@@ -76,5 +76,7 @@ class RouteRecorder:
 
     def max_over_mean(self) -> np.ndarray:
         """Per MoE layer: tokens of the busiest expert over the mean, float64 [layers]. Empty for a dense model."""
-        used = self.load[self.load.sum(1) > 0].astype(np.float64)
-        return used.max(1) / used.mean(1) if len(used) else np.zeros(0)
+        used = [
+            (load, layer.moe.num_experts) for load, layer in zip(self.load, self.config.layers) if layer.moe
+        ]
+        return np.array([load.max() * experts / max(1, load.sum()) for load, experts in used])
