@@ -366,6 +366,18 @@ def test_a_request_with_nan_ends_with_an_error_and_harms_nobody(name, options):
             assert f"logits contain NaN at position {len(prompt)} (61 of 61 values" in out[f"bad-{i}"].error
 
 
+@pytest.mark.parametrize("name", UNTIED)
+def test_nan_does_not_reach_back_into_a_prefix_that_others_share(name):
+    """One chunk holds the prefix and the broken token; the prefix is indexed, and must be sound."""
+    case = cases(name)[-1]
+    bad = next(token for token in range(61) if token not in case.prompt + case.answer)
+    one = engine(with_bad_token(name, bad), block_size=4)
+    assert "NaN" in run(one, [*case.prompt[:25], bad]).error
+    out = run(one, case.prompt)
+    assert out.num_cached_tokens == 24
+    assert tokens_of(out) == [case.answer]
+
+
 @pytest.mark.parametrize("options", [{}, PIECES, {"max_num_batched_tokens": 1}])
 def test_nan_behind_a_sliding_window_is_out_of_sight(options):
     """Two layers of window 3 see at most 4 tokens back: NaN further back than that is nobody's business."""

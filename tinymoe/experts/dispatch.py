@@ -39,5 +39,5 @@ class LocalDispatch:
         The sum runs over slots in the router's order, in float32, so it does not depend on who shared the batch.
         """
         T, K = weights_TK.shape
-        y_TKD = torch.empty_like(y_PD).index_copy(0, dispatched.order_P, y_PD).view(T, K, -1)
+        y_TKD = torch.empty_like(y_PD).index_copy(0, dispatched.order_P, y_PD).view(T, K, y_PD.shape[1])
         return (y_TKD.float() * weights_TK[..., None]).sum(dim=1).to(y_PD.dtype)
