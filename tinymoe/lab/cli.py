@@ -17,6 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    changed = sync(arguments.files, arguments.folder)
+    changed = sync(arguments.files, folder=arguments.folder)
     print("\n".join(f"changed: {path}" for path in changed) or "nothing changed")
     return 0
