@@ -188,6 +188,9 @@ def test_bundle_replays_without_a_kernel(events, make, view):
         assert body["frames"] == [view.frame(events, i) for i in view.moments(events)]
         assert body["tables"] == [view.table(f) for f in body["frames"]]
         assert body["esm"] in MODULES
+        assert body["start"] == 2
+        w.seek(0)
+        assert "start" not in bundle_of(w)[REPLAY]
     else:
         figure = bundle[PLOTLY]
         assert [f["layout"]["title"]["text"] for f in figure["frames"]] == captions

@@ -135,7 +135,7 @@
       await (await renderer(part.esm)).render({ model, el: picture });
       models.push(model);
     }
-    controls(host, { label: parts.map((p) => p.label).join(" and "), count: data.frames.length, of: data.of,
+    controls(host, { label: parts.map((p) => p.label).join(" and "), count: data.frames.length, of: data.of, start: data.start,
       captions: (i) => parts.map((p) => p.captions?.[i]),
       tables: (i) => parts.filter((p) => p.tables).map((p) => [p.label, p.tables[i]]),
       show: (i) => models.forEach((model, n) => model.set("frame", parts[n].frames[i])) });

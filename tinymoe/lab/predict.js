@@ -12,7 +12,7 @@ const STYLE = `
   --bg: var(--jp-layout-color0, var(--pst-color-background, var(--vscode-editor-background, light-dark(#fff, #121212))));
   color: var(--fg); font: 14px/1.4 system-ui, sans-serif; padding: 4px; max-width: 720px; }
 .tm-quiz fieldset { border: 1.5px solid color-mix(in srgb, var(--fg) 45%, var(--bg)); border-radius: 7px; padding: 8px 14px 10px; margin: 0; }
-.tm-quiz legend { font-weight: 600; padding: 0 6px; }
+.tm-quiz legend { font: inherit; font-weight: 600; padding: 0 6px; width: auto; float: none; margin: 0; }
 .tm-quiz label { display: inline-block; margin: 3px 8px 3px 0; padding: 3px 10px; border: 1px solid color-mix(in srgb, var(--fg) 35%, var(--bg)); border-radius: 5px; cursor: pointer; }
 .tm-quiz label:focus-within { outline: 3px solid #56b4e9; } .tm-quiz input { accent-color: #0072b2; margin: 0 6px 0 0; }
 .tm-quiz .right { border: 2px solid #009e73; font-weight: 600; } .tm-quiz .wrong { border: 2px dashed #d55e00; }

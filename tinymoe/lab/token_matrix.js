@@ -8,17 +8,17 @@ const make = (space) => (tag, attrs = {}, ...kids) => {
   return e;
 };
 const h = make("http://www.w3.org/1999/xhtml"), svg = make("http://www.w3.org/2000/svg");
-const CELL = 13, LEFT = 74, TOP = 20;
+const LEFT = 66, TOP = 20;
 
 const STYLE = `
 .tm-matrix { --fg: var(--jp-content-font-color1, var(--pst-color-text-base, var(--vscode-editor-foreground, light-dark(#1b1b1b, #e8e8e8))));
   --bg: var(--jp-layout-color0, var(--pst-color-background, var(--vscode-editor-background, light-dark(#fff, #121212))));
-  --dim: color-mix(in srgb, var(--fg) 72%, var(--bg)); --line: color-mix(in srgb, var(--fg) 30%, var(--bg));
+  --dim: color-mix(in srgb, var(--fg) 72%, var(--bg)); --line: color-mix(in srgb, var(--fg) 40%, var(--bg));
   color: var(--fg); font: 13px/1.35 system-ui, sans-serif; padding: 4px; }
 .tm-matrix .panels { display: flex; flex-wrap: wrap; gap: 12px 28px; overflow-x: auto; }
-.tm-matrix figure { margin: 0; } .tm-matrix figcaption { font-weight: 600; margin-bottom: 2px; padding-left: ${LEFT}px; }
-.tm-matrix figcaption small { font-weight: 400; color: var(--dim); }
-.tm-matrix svg { display: block; } .tm-matrix text { fill: var(--fg); font: 10.5px ui-monospace, monospace; white-space: pre; }
+.tm-matrix figure { margin: 0; } .tm-matrix figcaption { color: var(--fg); font: 600 13px/1.35 system-ui, sans-serif; text-align: left; margin: 0 0 2px; padding-left: ${LEFT}px; }
+.tm-matrix figcaption small { font-size: 12px; font-weight: 400; color: var(--dim); }
+.tm-matrix svg { display: block; } .tm-matrix text { fill: var(--fg); font: 10px ui-monospace, monospace; white-space: pre; }
 .tm-matrix text.dim { fill: var(--dim); }
 .tm-matrix .old { fill: none; stroke: var(--line); }
 .tm-matrix .new { fill: #0072b2; stroke: var(--bg); }
@@ -29,7 +29,7 @@ const STYLE = `
 .tm-matrix i.read { border: 1px solid #e69f00; background: repeating-linear-gradient(135deg, #e69f00 0 2px, var(--bg) 2px 4px); }`;
 
 function panel([name, start, stop], words, size) {
-  const side = size * CELL, tree = svg("svg", { width: LEFT + side + 4, height: TOP + side + 4, role: "img",
+  const CELL = size > 16 ? 10 : 13, side = size * CELL, tree = svg("svg", { width: LEFT + side + 4, height: TOP + side + 4, role: "img",
     "aria-label": `${name}: rows ${start} to ${stop - 1} are computed` + (start ? `, keys 0 to ${start - 1} come from the cache` : "") });
   tree.append(svg("defs", {}, svg("pattern", { id: "tm-read", width: 4, height: 4, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
     svg("line", { y2: 4, style: "stroke:#e69f00;stroke-width:4" }))));

@@ -9,6 +9,7 @@ Bundle of a picture that an ES module draws (type REPLAY, rendered by tinymoe.la
      "captions": ["...", ...],          one a frame, the whole message
      "tables": [[["head", ...], ...]],  one a frame, the first row is the header
      "of": 40,                          how many moments the recording has, if the replay shows fewer
+     "start": 5,                        the frame shown first, if it is not the oldest
      "traits": {...},                   further traits that the module reads
      "more": [{"esm", "label", "frames", "captions", "tables"}, ...]}   further pictures that move together (Strip)
 
@@ -59,8 +60,9 @@ def fitted(total: int, build: Callable[[list[int]], dict[str, Any]]) -> dict[str
     return bundle
 
 
-def esm_bundle(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """parts: one {"esm", "label", "frames", "captions", "tables"} for each picture, with equally many frames."""
+def esm_bundle(parts: list[dict[str, Any]], at: int = 0) -> dict[str, Any]:
+    """parts: one {"esm", "label", "frames", "captions", "tables"} for each picture, with equally many frames; at: which of
+    them is shown first."""
     total = len(parts[0]["frames"])
 
     def build(chosen: list[int]) -> dict[str, Any]:
@@ -71,6 +73,8 @@ def esm_bundle(parts: list[dict[str, Any]]) -> dict[str, Any]:
         bundle = {"schema": 1, **thin[0]}
         if len(chosen) < total:
             bundle["of"] = total
+        if start := min(range(len(chosen)), key=lambda n: abs(chosen[n] - at)):
+            bundle["start"] = start
         if thin[1:]:
             bundle["more"] = thin[1:]
         return bundle

@@ -241,5 +241,5 @@ class Scrubber(ipywidgets.VBox):
                     }
                 )
         if parts:
-            bundle[replay.REPLAY] = replay.packed(replay.esm_bundle(parts))
+            bundle[replay.REPLAY] = replay.packed(replay.esm_bundle(parts, self.controls.at))
         return bundle
