@@ -4,6 +4,7 @@ import argparse
 import json
 import lzma
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import numpy as np
 import pytest
@@ -420,6 +421,8 @@ def test_report_records_the_run(trained_folders):
     assert report["seed"] == 0
     assert set(report["epochs"]) == {"english", "sums"}
     assert report["config"]["balance"]["mode"] == "bias"
+    assert report["compiled"] is False
+    assert datetime.fromisoformat(report["date"]) <= datetime.now(UTC)
 
 
 def test_draft_needs_a_target(tmp_path):

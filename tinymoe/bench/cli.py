@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from tinymoe.bench import engine, tables
+from tinymoe.bench import card, engine, tables
 
-SUITES = {"engine": engine, "tables": tables}
+SUITES = {"engine": engine, "card": card, "tables": tables}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ import signal
 import tempfile
 import time
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -187,6 +188,8 @@ def run(args: argparse.Namespace) -> None:
             "seconds": round(time.monotonic() - began, 1),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "torch": torch.__version__,
+            "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "compiled": trainer.forward is not trainer.objective,
             "config": asdict(train),
             "history": trainer.history,
         }

@@ -136,6 +136,7 @@ def sums_report(logits: Logits, tokenizer: Tokenizer, count: int = 2000) -> dict
     right = sums_exact(logits, tokenizer, problems)
     return {
         "problems": count,
+        "problems_three_digits": int(problems.three_digits.sum()),
         "exact": float(right.mean()),
         "exact_three_digits": float(right[problems.three_digits].mean()),
         "exact_by_operator": {
