@@ -1,7 +1,6 @@
-"""`tinymoe bench`: measure the engine and write the figures that README, notebooks and book show."""
+"""`tinymoe bench`: measure the engine and the models, and write the figures that README, notebooks and book show."""
 
 import argparse
-from pathlib import Path
 
 from tinymoe.bench import card, engine, tables
 
@@ -13,7 +12,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, module in SUITES.items():
         text = (module.__doc__ or "").splitlines()[0]
         sub = suites.add_parser(name, help=text, description=text)
-        sub.add_argument("--out", type=Path, default=None, metavar="FILE", help="write the results JSON here")
         module.add_arguments(sub)
         sub.set_defaults(suite_run=module.run)
 

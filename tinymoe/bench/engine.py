@@ -3,6 +3,7 @@
 import argparse
 import time
 import timeit
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ SHORTEST, LONGEST = 16, 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results JSON here")
     parser.add_argument("--model", default="quintet-moe", help="bundled model or local folder")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each arm, interleaved")
     parser.add_argument("--output-tokens", type=int, default=64, help="tokens generated per request")

@@ -86,8 +86,8 @@ def card() -> str:
                 f"[quintet-{name}](tinymoe/zoo/quintet-{name}/MODEL_CARD.md)",
                 f"{parameters['total'] / 1e6:.1f} M",
                 f"{parameters['active'] / 1e6:.1f} M",
-                *(f"{bits[d]:.3f}" for d in domains),
-                f"{100 * evaluation['sums']['exact']:.1f} %",
+                *(f"{bits[d]:.4f}" for d in domains),
+                f"{100 * evaluation['sums']['exact']:.2f} %",
             ]
         )
     return markdown(["model", "parameters", "active", *domains, "sums exact"], rows)
