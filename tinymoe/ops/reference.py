@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_HUGE = torch.finfo(torch.float32).max  # stands for infinity, so that softmax stays finite and infinities still win or lose
+_HUGE = torch.finfo(
+    torch.float32
+).max  # stands for infinity, so that softmax stays finite and infinities still win or lose
 _TINY = 1e-38  # all-zero sigmoid scores have no share to give
 
 
