@@ -84,6 +84,4 @@ class BlockPool:
             self._blank.append(block)
             if self.trace.on:
                 self.trace.emit("evict", f"{__name__}:BlockPool.forget_prefixes#asked-for", block=block)
-            if self.trace.on:
-                self.trace.emit("evict", f"{__name__}:BlockPool.forget_prefixes#asked-for", block=block)
         self._cached.clear()

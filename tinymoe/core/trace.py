@@ -168,6 +168,8 @@ class Trace:
 
     def emit(self, kind: str, src: str, **data: Any) -> None:
         """Append one event to every listener. Call only when `on`."""
+        if kind not in FIELDS:
+            raise ValueError(f"event kind {kind!r} is not known; known: {sorted(FIELDS)}")
         if data.keys() != set(FIELDS[kind]):
             raise ValueError(f"event {kind!r} has fields {FIELDS[kind]}, got {tuple(data)}")
         for recording in self._listeners:
