@@ -55,8 +55,9 @@
 
     function fill() {
       const row = (tag, cells, extra) => make("tr", {}, ...cells.map((x) => make(tag, extra, String(x))));
-      rows.replaceChildren(...tables(now()).map(([name, [head, ...body]]) =>
-        make("table", { "aria-label": name },
+      const all = tables(now());
+      rows.replaceChildren(...all.map(([name, [head, ...body]]) =>
+        make("table", { "aria-label": name }, ...(all.length > 1 ? [make("caption", {}, name)] : []),
           make("thead", {}, row("th", head, { scope: "col" })), make("tbody", {}, ...body.map((cells) => row("td", cells))))));
     }
 
@@ -91,8 +92,8 @@
       else return;
       event.preventDefault(); // otherwise the range moves a second time, or the page scrolls
     });
-    host.setAttribute("role", "group");
-    host.setAttribute("aria-label", `${label}, replay of ${count} steps`);
+    host.setAttribute("role", count > 1 ? "group" : "figure");
+    host.setAttribute("aria-label", count > 1 ? `${label}, replay of ${count} steps` : label);
     if (count > 1) host.prepend(bar);
     host.append(caption);
     if (of > count) host.append(make("p", { class: "player-note" }, `${count} of the recording's ${of} moments are shown here.`));
@@ -166,16 +167,27 @@
     return look;
   }
 
-  // The numbers of a figure in rows.
-  function rows(trace) {
-    if (trace.type === "heatmap")
-      return [["", ...trace.x], ...trace.y.map((name, r) => [name, ...(trace.text ?? trace.z)[r]])];
-    if (trace.type === "sankey") {
-      const { source, target, value } = trace.link;
-      return [["from", "to", "width"], ...source.map((s, n) => [trace.node.label[s], trace.node.label[target[n]], value[n]])];
+  // The numbers of a figure: [name, rows] a table. Curves and bars over the same places share one, a column each.
+  function tablesOf(traces, layout, label) {
+    const found = new Map();
+    for (const [n, trace] of traces.entries()) {
+      if (trace.type === "heatmap")
+        found.set(n, [["", ...trace.x], ...trace.y.map((name, r) => [name, ...(trace.text ?? trace.z)[r]])]);
+      else if (trace.type === "sankey") {
+        const { source, target, value } = trace.link, name = trace.node.label;
+        found.set(n, [["from", "to", "width"], ...source.map((s, i) => [name[s], name[target[i]], value[i]])]);
+      } else {
+        const [places, values] = trace.orientation === "h" ? [trace.y, trace.x] : [trace.x, trace.y];
+        if (!Array.isArray(values)) continue;
+        const key = JSON.stringify([trace.xaxis, trace.yaxis, places]);
+        if (!found.has(key)) found.set(key, [[""], ...values.map((_, i) => [places?.[i] ?? i])]);
+        const rows = found.get(key);
+        rows[0].push(trace.name ?? "value");
+        values.forEach((value, i) => rows[i + 1].push(value));
+      }
     }
-    const [x, y] = trace.orientation === "h" ? [trace.y, trace.x] : [trace.x, trace.y];
-    return Array.isArray(y) ? [["", trace.name ?? "value"], ...y.map((value, n) => [x?.[n] ?? n, value])] : undefined;
+    const titles = (layout?.annotations ?? []).map((a) => a.text); // of subplots, in their order
+    return [...found.values()].map((rows, n) => [titles.length === found.size ? titles[n] : label, rows]);
   }
 
   async function figure(host, data) {
@@ -202,7 +214,7 @@
     const label = data.layout?.meta?.label ?? (title(data.layout) || "figure");
     controls(host, { label, count: Math.max(frames.length, 1), start: data.layout?.sliders?.[0]?.active,
       captions: (i) => [title(frames[i]?.layout)], show: draw,
-      tables: (i) => tracesOf(frames[i] ?? {}).map((t) => [t.name ?? label, rows(t)]).filter(([, found]) => found) });
+      tables: (i) => tablesOf(tracesOf(frames[i] ?? {}), data.layout, label) });
     new MutationObserver(() => draw(shown)).observe(document.documentElement, { attributeFilter: ["data-theme"] });
   }
 

@@ -71,8 +71,15 @@ def probe_outputs() -> list[dict]:
             }
         ],
     }
+    curves = {
+        "data": [{"x": [1, 2], "y": y, "name": n, "mode": "lines"} for n, y in (("a", [3, 4]), ("b", [5, 6]))]
+    }
     live = {"model_id": "none", "version_major": 2, "version_minor": 0}
-    return [{PLOTLY: plotly}, {REPLAY: replay, "application/vnd.jupyter.widget-view+json": live}]
+    return [
+        {PLOTLY: plotly},
+        {REPLAY: replay, "application/vnd.jupyter.widget-view+json": live},
+        {PLOTLY: curves | {"layout": {"meta": {"label": "two curves"}}}},
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -250,6 +257,10 @@ def test_names_roles_and_the_table(server, visit):
     assert player.get_by_role("row").all_inner_texts() == ["block\towner", "1\tA", "2\tB"]
     slider.press("ArrowRight")
     assert player.get_by_role("row").all_inner_texts() == ["block\towner", "2\tA", "3\tB"]
+    figure = page.get_by_role("figure", name="two curves", exact=True)
+    assert figure.get_by_role("slider").count() == 0
+    figure.get_by_text("View as table").click()
+    assert figure.get_by_role("row").all_inner_texts() == ["\ta\tb", "1\t3\t5", "2\t4\t6"]
     assert page.locator("math").count() == 2
     drawn = page.evaluate(
         "document.fonts.ready.then(() => document.fonts.check('16px \"STIX Two Math Book\"'))"
