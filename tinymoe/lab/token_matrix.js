@@ -29,7 +29,7 @@ const STYLE = `
 .tm-matrix i.read { border: 1px solid #e69f00; background: repeating-linear-gradient(135deg, #e69f00 0 2px, var(--bg) 2px 4px); }`;
 
 function panel([name, start, stop], words, size) {
-  const CELL = size > 16 ? 10 : 13, side = size * CELL, tree = svg("svg", { width: LEFT + side + 4, height: TOP + side + 4, role: "img",
+  const CELL = size > 16 ? 11 : 13, side = size * CELL, tree = svg("svg", { width: LEFT + side + 4, height: TOP + side + 4, role: "img",
     "aria-label": `${name}: rows ${start} to ${stop - 1} are computed` + (start ? `, keys 0 to ${start - 1} come from the cache` : "") });
   tree.append(svg("defs", {}, svg("pattern", { id: "tm-read", width: 4, height: 4, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
     svg("line", { y2: 4, style: "stroke:#e69f00;stroke-width:4" }))));
