@@ -3,6 +3,7 @@
 Only lists of integers and strings go into a figure (arrays would be stored as base64), and no template.
 """
 
+import copy
 from typing import Any, Protocol
 
 import plotly.graph_objects as go
@@ -175,6 +176,7 @@ class PlotPicture(Deferred, go.FigureWidget):
 
     def __init__(self, drawing: Drawing, frame: Frame):
         self._drawing = drawing
+        self._frame, self._unheard = frame, True
         super().__init__(data=drawing.traces(frame), layout=self._untitled(frame))
         self.add_class("tm-plot")
         first: Any = self.data[0]
@@ -183,12 +185,23 @@ class PlotPicture(Deferred, go.FigureWidget):
         self.complete()
 
     def draw(self, frame: Frame) -> None:
+        self._frame = frame
         layout = self._untitled(frame)
         with self.batch_update():
             shown: Any = self.data
             for trace, new in zip(shown, self._drawing.traces(frame)):
                 trace.update({k: v for k, v in new.items() if k != "type"}, overwrite=True)
             self.update_layout({k: layout[k] for k in ("height", "xaxis", "yaxis") if k in layout})
+        # To a browser that has not made its figure yet the update means nothing; it will begin with this state instead.
+        self._widget_data, self._widget_layout = copy.deepcopy(self._data), self.layout.to_plotly_json()
+
+    @traitlets.observe("_js2py_layoutDelta")
+    def _drawn(self, change: dict[str, Any]) -> None:
+        """The browser has made its figure. What was sent before that may be lost while JupyterLab connects: send it again."""
+        if change["new"] and self._unheard:
+            self._unheard = False
+            if self._last_layout_edit_id:
+                self.draw(self._frame)
 
     def _untitled(self, frame: Frame) -> dict[str, Any]:
         """Without room for a title: the caption stands above the figure."""
