@@ -109,7 +109,7 @@ notebooks: $(STAMP)/test-$(KEY)
 	  --nbval-cell-timeout=120 notebooks/*.ipynb
 
 browser: $(STAMP)/test-$(KEY) chromium book
-	@$(PYTEST) -n $(JOBS) --dist loadfile tests/e2e
+	@$(PYTEST) tests/e2e
 
 clean:
 	rm -rf $(VENV) book/_build build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
