@@ -114,6 +114,13 @@ def wait_for(url: str, log: Path) -> None:
 
 NOTEBOOK = "window.jupyterapp?.shell?.currentWidget"
 IDLE = f"() => {NOTEBOOK}?.sessionContext?.session?.kernel?.status === 'idle'"
+# JupyterLab asks a fresh kernel for its widgets; one that is made meanwhile can end up with two models, of which the
+# kernel moves the one that is not shown. A reader is slower than that, so the test is, too.
+RESTORED = f"""async () => {{
+    const renderer = {NOTEBOOK}.content.rendermime.createRenderer('application/vnd.jupyter.widget-view+json');
+    const manager = await renderer._manager?.promise;
+    renderer.dispose();
+    return manager ? manager.restoredStatus : true; }}"""
 ERRORS = f"""() => {NOTEBOOK}.content.model.sharedModel.toJSON().cells.flatMap(cell =>
     (cell.outputs ?? []).filter(o => o.output_type === 'error' && !cell.metadata.tags?.includes('raises-exception'))
                         .map(o => o.ename + ': ' + o.evalue))"""
@@ -124,6 +131,9 @@ def run_all(page: Page, base: str, name: str) -> None:
     page.goto(f"{base}/lab/workspaces/{name.split('.')[0]}/tree/{name}?token={TOKEN}&reset")
     page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=RUN_MS)
     page.wait_for_function(IDLE, timeout=RUN_MS)
+    deadline = time.monotonic() + START_S
+    while not page.evaluate(RESTORED) and time.monotonic() < deadline:
+        page.wait_for_timeout(200)
     page.evaluate("() => window.jupyterapp.commands.execute('notebook:run-all-cells')")
     page.wait_for_function(IDLE, timeout=RUN_MS)
     assert page.evaluate(ERRORS) == []
