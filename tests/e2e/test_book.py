@@ -9,15 +9,18 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
 from nbformat import write
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
-from playwright.sync_api import Page
+from playwright.sync_api import Locator, Page, expect
 
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,6 +153,19 @@ def state(page: Page, nth: int) -> tuple[str, str]:
     return picture, player.locator("[role=status]").inner_text()
 
 
+def until(read: Callable[[], Any], good: Callable[[Any], bool], seconds: float = 3) -> Any:
+    """What `read` says once it is good, or at last: a page answers some events (a fold's, for one) a moment later."""
+    end = time.monotonic() + seconds
+    while not good(value := read()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return value
+
+
+def shows(locator: Locator, texts: list[str]) -> None:
+    """Asserts on the inner texts of all elements found."""
+    assert until(locator.all_inner_texts, lambda now: now == texts) == texts
+
+
 def drive(page: Page, nth: int) -> None:
     """Moves one replay by mouse and keyboard; raises AssertionError where the picture or the caption stays."""
     player = page.locator(".player").nth(nth)
@@ -159,10 +175,9 @@ def drive(page: Page, nth: int) -> None:
     seen = [state(page, nth)]
 
     def moved(action: str, to: int) -> None:
-        assert slider.input_value() == str(to), (
-            f"{action}: the slider is at {slider.input_value()}, not at {to}"
-        )
-        seen.append(state(page, nth))
+        at = until(slider.input_value, lambda value: value == str(to))
+        assert at == str(to), f"{action}: the slider is at {at}, not at {to}"
+        seen.append(until(lambda: state(page, nth), lambda now: now != seen[-1]))
         assert seen[-1] != seen[-2], f"{action}: nothing changed"
 
     box = slider.bounding_box()
@@ -185,7 +200,8 @@ def drive(page: Page, nth: int) -> None:
     page.keyboard.press(" ")
     page.wait_for_function("s => s.value === s.max", arg=slider.element_handle(), timeout=5000)
     moved("Space plays", last)
-    assert player.get_by_role("button", name="play").is_visible(), "play has ended, but its button says pause"
+    # Playing has ended: the button says so.
+    expect(player.get_by_role("button", name="play")).to_be_visible()
 
 
 def test_every_page_is_whole_offline(book, server, visit):
@@ -246,21 +262,18 @@ def test_names_roles_and_the_table(server, visit):
     player = page.get_by_role("group", name="probe blocks and twin, replay of 6 steps")
     slider = player.get_by_role("slider", name="probe blocks and twin: step")
     slider.press("ArrowRight")
-    assert slider.get_attribute("aria-valuetext") == "2 of 6"
-    assert player.get_by_role("status").locator("p").all_inner_texts() == [
-        "Blocks 1 and 2; </script> is text.",
-        "b",
-    ]
-    assert player.locator(".player-picture").all_inner_texts() == ["probe blocks: 1 2", "twin: -1"]
-    assert player.get_by_text("6 of the recording's 40 moments are shown here.").is_visible()
+    expect(slider).to_have_attribute("aria-valuetext", "2 of 6")
+    shows(player.get_by_role("status").locator("p"), ["Blocks 1 and 2; </script> is text.", "b"])
+    shows(player.locator(".player-picture"), ["probe blocks: 1 2", "twin: -1"])
+    expect(player.get_by_text("6 of the recording's 40 moments are shown here.")).to_be_visible()
     player.get_by_text("View as table").click()
-    assert player.get_by_role("row").all_inner_texts() == ["block\towner", "1\tA", "2\tB"]
+    shows(player.get_by_role("row"), ["block\towner", "1\tA", "2\tB"])
     slider.press("ArrowRight")
-    assert player.get_by_role("row").all_inner_texts() == ["block\towner", "2\tA", "3\tB"]
+    shows(player.get_by_role("row"), ["block\towner", "2\tA", "3\tB"])
     figure = page.get_by_role("figure", name="two curves", exact=True)
     assert figure.get_by_role("slider").count() == 0
     figure.get_by_text("View as table").click()
-    assert figure.get_by_role("row").all_inner_texts() == ["\ta\tb", "1\t3\t5", "2\t4\t6"]
+    shows(figure.get_by_role("row"), ["\ta\tb", "1\t3\t5", "2\t4\t6"])
     assert page.locator("math").count() == 2
     drawn = page.evaluate(
         "document.fonts.ready.then(() => document.fonts.check('16px \"STIX Two Math Book\"'))"
