@@ -23,7 +23,15 @@ ALL = [
     (PrefixTree, prefix),
     (ScheduleChart, schedule),
 ]
-MODULES = ("page_table", "predict", "prefix_tree", "schedule_chart", "scrubber", "token_matrix")
+MODULES = (
+    "page_table",
+    "predict",
+    "prefix_tree",
+    "router_dial",
+    "schedule_chart",
+    "scrubber",
+    "token_matrix",
+)
 
 
 @pytest.fixture(scope="module")

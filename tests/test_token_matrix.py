@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tinymoe.core.trace import Recording, Trace
-from tinymoe.lab.widgets.matrix import TokenMatrix, merged
+from tinymoe.lab.widgets.lessons.matrix import TokenMatrix, merged
 from tinymoe.lab.widgets.replay import REPLAY
 
 

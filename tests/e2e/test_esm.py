@@ -7,6 +7,7 @@ from lab_simulator import record
 
 from tinymoe.lab.frames import pages, prefix, schedule
 from tinymoe.lab.widgets.esm import source
+from tinymoe.lab.widgets.lessons.dial import RouterDial
 from tinymoe.lab.widgets.predict import quiz
 
 pytestmark = pytest.mark.browser
@@ -49,6 +50,9 @@ CONTRAST = """() => {
   }
   return worst.sort((x, y) => x[0] - y[0]);
 }"""
+
+
+LOGITS = [0.5, -1.25, 2.0, 0.25, -3.0, 1.5]
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +116,8 @@ def traits_of(name, events):
             },
             "selection": "",
         }
+    if name == "router_dial":
+        return {"frame": RouterDial(LOGITS, expert=3).frame, "selection": "", "turnable": True}
     view = {"page_table": pages, "prefix_tree": prefix, "schedule_chart": schedule}[name]
     chosen = view.moments(events)
     options = {"block_size": 4} if view is pages else {}
@@ -120,7 +126,8 @@ def traits_of(name, events):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(
-    "name", ["page_table", "prefix_tree", "schedule_chart", "scrubber", "predict", "token_matrix"]
+    "name",
+    ["page_table", "prefix_tree", "schedule_chart", "scrubber", "predict", "token_matrix", "router_dial"],
 )
 def test_text_can_be_read_by_day_and_night(draw, events, name, scheme):
     here = draw(name, traits_of(name, events), scheme, color_scheme=scheme)
@@ -201,6 +208,37 @@ def test_matrix_draws_what_ran_and_what_was_read(draw, events):
         "With: rows 3 to 3 are computed, keys 0 to 2 come from the cache"
     )
     assert here.page.locator("figcaption").all_inner_texts() == ["Without 4 of 4 rows", "With 1 of 4 rows"]
+
+
+def test_dial_chooses_k_without_a_kernel_and_asks_for_another_expert(draw, events):
+    here = draw("router_dial", traits_of("router_dial", events))
+    page = here.page
+
+    def chosen():
+        rows = page.locator("tr.in").all()
+        return [(r.get_attribute("data-expert"), r.locator("td").last.inner_text()) for r in rows]
+
+    assert chosen() == [("2", "no. 1"), ("5", "no. 2")]
+    assert page.get_by_role("status").inner_text() == ""
+    page.get_by_role("radio", name="3").check()
+    assert chosen() == [("0", "no. 3"), ("2", "no. 1"), ("5", "no. 2")]
+    said = page.get_by_role("status").inner_text()
+    assert said.startswith("With k = 3 instead: expert 2 with 5")
+    frame = page.evaluate("model.get('frame')")
+    assert [f"expert {x} with {w} %" in said for x, w in zip(*frame["best"][2])] == [True] * 3
+    assert page.evaluate("document.activeElement.value") == "3"
+    page.get_by_role("button", name="expert 4").click()
+    assert page.evaluate("model.get('selection')") == "expert 4"
+    frame["logits"][4] = 900
+    frame["best"][2] = [[4, 2, 5], [99, 1, 0]]
+    page.evaluate("(frame) => model.set('frame', frame)", frame)
+    assert [x for x, _ in chosen()] == ["2", "4", "5"]  # k stays what the reader asked for
+
+
+def test_dial_without_a_kernel_offers_no_dead_buttons(draw, events):
+    here = draw("router_dial", {**traits_of("router_dial", events), "turnable": False})
+    assert here.page.get_by_role("button").count() == 0
+    assert here.page.get_by_role("row").count() == 1 + len(LOGITS)
 
 
 def test_controls_by_keyboard(draw, events):

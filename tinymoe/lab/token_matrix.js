@@ -1,5 +1,5 @@
 // The causal attention matrix, one panel for each run: what this step computes, and what it reads from the cache. Draws
-// model.get("frame"), made by tinymoe.lab.widgets.matrix; runs under anywidget in JupyterLab and, with a stand-in for the
+// model.get("frame"), made by tinymoe.lab.widgets.lessons.matrix; runs under anywidget in JupyterLab and, with a stand-in for the
 // model, in a static page.
 const make = (space) => (tag, attrs = {}, ...kids) => {
   const e = document.createElementNS(space, tag);

@@ -9,6 +9,7 @@ from tinymoe.lab.exercises.judge import Judge
 JUDGES: Mapping[str, Judge] = MappingProxyType(
     {
         "00.1": tracing.first_token,
+        "01.1": routing.choose,
         "02.1": routing.imbalance,
         "08.1": caching.bytes_per_token,
         "08.2": caching.tokens_computed,

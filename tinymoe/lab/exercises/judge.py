@@ -43,14 +43,15 @@ def attempt(function: Callable, *args: Any) -> tuple[Any, str]:
     return result, ""
 
 
-def same(a: Any, b: Any) -> bool:
-    """Equal, numbers up to 1e-9 relative; lists and tuples elementwise. True and False are no numbers."""
+def same(a: Any, b: Any, tolerance: float = 1e-9) -> bool:
+    """Equal, numbers up to `tolerance`; lists and tuples elementwise. True and False are no numbers."""
     if isinstance(b, list | tuple):
-        return isinstance(a, list | tuple) and len(a) == len(b) and all(same(x, y) for x, y in zip(a, b))
+        alike = isinstance(a, list | tuple) and len(a) == len(b)
+        return alike and all(same(x, y, tolerance) for x, y in zip(a, b))
     if isinstance(b, bool) or isinstance(a, bool) or not isinstance(b, int | float):
         return type(a) is type(b) and a == b
     try:
-        return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9)
+        return math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
     except TypeError:
         return False
 
@@ -65,7 +66,9 @@ def shown(value: Any) -> str:
     return repr(value)
 
 
-def agree(name: str, answer: Any, reference: Callable, cases: Iterable[tuple]) -> Verdict:
+def agree(
+    name: str, answer: Any, reference: Callable, cases: Iterable[tuple], tolerance: float = 1e-9
+) -> Verdict:
     """Compare answer(*case) with reference(*case); the first difference is the message."""
     if not callable(answer):
         return Verdict(False, f"write a function {name}, got {type(answer).__name__}")
@@ -77,6 +80,6 @@ def agree(name: str, answer: Any, reference: Callable, cases: Iterable[tuple]) -
         expected = reference(*copy.deepcopy(case))
         if failure:
             return Verdict(False, f"{call} {failure}; it should be {shown(expected)}")
-        if not same(got, expected):
+        if not same(got, expected, tolerance):
             return Verdict(False, f"{call} should be {shown(expected)}, got {shown(got)}")
     return Verdict(True, f"{count} random cases agree")
