@@ -186,7 +186,7 @@ def one_row(x, gate_up, down, act):
 
 @pytest.mark.parametrize("path", paths.PATHS)
 @given(
-    counts=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    counts=st.lists(st.integers(0, 12), min_size=1, max_size=6),
     D=st.integers(1, 9),
     width=st.integers(1, 9),
     act=st.sampled_from(list(ACTS)),
@@ -221,18 +221,42 @@ def test_weights_of_experts_without_rows_are_never_read(path):
 
 
 def test_an_unknown_path_is_named():
-    with pytest.raises(
-        ValueError, match=r"unknown expert path 'warp'; known: \['gather', 'grouped', 'loop', 'masked'\]"
-    ):
+    known = r"\['adaptive', 'gather', 'grouped', 'loop', 'masked', 'padded'\]"
+    with pytest.raises(ValueError, match=f"unknown expert path 'warp'; known: {known}"):
         paths.run(
             "warp", torch.zeros(1, 2), torch.tensor([1]), torch.zeros(1, 2, 2), torch.zeros(1, 2, 1), F.silu
         )
 
 
+@pytest.mark.parametrize(
+    ("sizes", "path"),
+    [
+        ([1, 0, 1], "loop"),
+        ([4, 4, 4, 4], "padded"),
+        ([4, 0, 8, 4], "padded"),
+        ([0, 100, 1, 1], "loop"),
+        ([100, 90, 80], "padded"),
+        ([600, 600], "loop"),
+    ],
+)
+def test_padding_is_chosen_where_it_wastes_little(sizes, path):
+    assert paths.choose(sizes) == path
+
+
+def test_the_layout_for_a_cpu_changes_no_number():
+    moe, x = block(), normal(40, 8, seed=3)
+    wanted, kept = moe(x), [moe.experts.gate_up.clone(), moe.experts.down.clone()]
+    moe.experts.lay_out_for_cpu()
+    assert torch.equal(moe.experts.gate_up, kept[0])
+    assert torch.equal(moe.experts.down, kept[1])
+    assert moe.experts.gate_up.stride(1) == moe.experts.down.stride(1) == 1
+    assert torch.allclose(moe(x), wanted, atol=1e-6)
+
+
 # The whole block
 
 
-def block(path="loop", act=F.silu, D=8, **options):
+def block(path="adaptive", act=F.silu, D=8, **options):
     config = MoEConfig(**{"num_experts": 5, "top_k": 2, "intermediate_size": 8, **options})
     moe = MoE(config, D, 0, act)
     with torch.no_grad():
@@ -299,7 +323,7 @@ def test_choosing_all_experts_is_the_dense_mixture():
     assert torch.allclose(moe(x), (share[..., None] * every).sum(1), atol=1e-6)
 
 
-@pytest.mark.parametrize("path", ["loop", "gather"])
+@pytest.mark.parametrize("path", ["loop", "gather", "padded", "adaptive"])
 def test_the_block_reads_only_what_the_router_chose(path):
     """Proved by NaN in all the others."""
     moe, x = block(path, num_experts=9), normal(2, 8, seed=4)

@@ -99,7 +99,7 @@ def test_every_kind_and_every_reason_occurs():
     assert {e.why for e in events if e.kind == "wait"} == set(range(len(WAIT_REASONS)))
     assert {e.data["cached"] for e in events if e.kind == "free"} == {0, 1}
     assert any(e.src.endswith("undo#own-copy-given-up") for e in events)
-    assert {PATHS[e.path] for e in events if e.kind == "kernel"} == {"loop"}
+    assert {PATHS[e.path] for e in events if e.kind == "kernel"} == {"loop", "padded"}
 
 
 def test_fields_are_whole_numbers_or_tuples_of_them():

@@ -17,7 +17,7 @@ from tinymoe.core.model_config import ConfigError, LayerConfig, ModelConfig, MoE
 from tinymoe.model import weights
 from tinymoe.model.attention import CausalAttend
 from tinymoe.model.decoder import Decoder
-from tinymoe.model.tensor_names import Slot, as_rows, tensor_slots, to_hf
+from tinymoe.model.tensor_names import Slot, num_rows, tensor_slots, to_hf
 from tinymoe.model.weights import Checkpoint, CheckpointError, load_model, save_checkpoint
 
 MOE_CASE, DENSE_CASE = "qwen3_moe", "llama"
@@ -137,10 +137,10 @@ def tiles(slots: dict[str, Slot], parameters: dict[str, torch.Tensor]) -> bool:
         mine = sorted((s.first_row, s.num_rows, s.shape) for s in slots.values() if s.parameter == name)
         end = 0
         for first, rows, shape in mine:
-            if first != end or torch.Size(shape).numel() != as_rows(parameter)[:rows].numel():
+            if first != end or torch.Size(shape).numel() != rows * (parameter.numel() // num_rows(parameter)):
                 return False
             end = first + rows
-        if end != as_rows(parameter).shape[0]:
+        if end != num_rows(parameter):
             return False
     return {s.parameter for s in slots.values()} == set(parameters)
 

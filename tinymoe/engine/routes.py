@@ -8,6 +8,7 @@ from tinymoe.cache.storage import KVStorage
 from tinymoe.core.model_config import ModelConfig
 from tinymoe.core.trace import PATHS, Trace
 from tinymoe.engine.batch import Batch
+from tinymoe.experts import paths
 
 
 class RouteRecorder:
@@ -16,40 +17,42 @@ class RouteRecorder:
     distinct [L] and routed_steps give the mean number of experts that a step has to read.
     """
 
-    def __init__(self, config: ModelConfig, storage: KVStorage, trace: Trace, path: str = "loop"):
+    def __init__(self, config: ModelConfig, storage: KVStorage, trace: Trace, path: str = "adaptive"):
         self.config = config
-        self.path = PATHS.index(path)
+        self.path = path
         self.storage = storage
         self.trace = trace
         self.load = np.zeros((config.num_hidden_layers, config.max_experts), dtype=np.int64)
         self.distinct = np.zeros(config.num_hidden_layers, dtype=np.int64)
         self.routed_steps = 0
         self._batch: Batch | None = None
-        self._counts: dict[int, np.ndarray] = {}  # layer -> tokens per expert of the step that runs
+        self._ids: dict[int, Tensor] = {}  # layer -> expert ids [T, K] of the step that runs
 
     def begin(self, batch: Batch) -> None:
         """A forward pass starts; what an earlier one left that did not come to `settle` is forgotten."""
         self._batch = batch
-        self._counts = {}
+        self._ids = {}
 
     def settle(self) -> None:
         """The step counts."""
-        for layer, counts in self._counts.items():
-            self.load[layer, : len(counts)] += counts
-            self.distinct[layer] += np.count_nonzero(counts)
+        L, E = self.load.shape
+        if self._ids:  # all layers in one count: on a GPU, one wait a step
+            places = torch.cat([layer * E + ids_TK.reshape(-1) for layer, ids_TK in self._ids.items()])
+            counts = torch.bincount(places, minlength=L * E).view(L, E).cpu().numpy()
+            self.load += counts
+            self.distinct += np.count_nonzero(counts, axis=1)
         self.routed_steps += 1
 
     def route(self, layer: int, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
         """Called by each MoE layer of the step."""
         assert self._batch is not None
-        counts = torch.bincount(ids_TK.reshape(-1), minlength=logits_TE.shape[1]).cpu().numpy()
-        self._counts[layer] = counts
+        self._ids[layer] = ids_TK
         if self.storage.experts is not None:
             self.storage.experts[self._batch.slots, layer, : ids_TK.shape[1]] = ids_TK.to(torch.int16)
         if self.trace.on:
-            self._emit(layer, logits_TE, ids_TK, weights_TK, int(np.count_nonzero(counts)))
+            self._emit(layer, logits_TE, ids_TK, weights_TK)
 
-    def _emit(self, layer: int, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, distinct: int) -> None:
+    def _emit(self, layer: int, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
         assert self._batch is not None
         src = f"{__name__}:RouteRecorder._emit#top-k"
         moe = self.config.layers[layer].moe
@@ -72,7 +75,10 @@ class RouteRecorder:
                     margin=gaps[t],
                 )
         src = f"{__name__}:RouteRecorder._emit#expert-path"
-        self.trace.emit("kernel", src, layer=layer, path=self.path, tokens=len(experts), experts=distinct)
+        sizes = torch.bincount(ids_TK.reshape(-1), minlength=logits_TE.shape[1]).tolist()
+        path = PATHS.index(paths.choose(sizes) if self.path == "adaptive" else self.path)
+        distinct = sum(size > 0 for size in sizes)
+        self.trace.emit("kernel", src, layer=layer, path=path, tokens=len(experts), experts=distinct)
 
     def max_over_mean(self) -> np.ndarray:
         """Per MoE layer: tokens of the busiest expert over the mean, float64 [layers]. Empty for a dense model."""

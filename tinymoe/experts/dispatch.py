@@ -26,10 +26,9 @@ class LocalDispatch:
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor) -> Dispatched:
         """x [T, D], ids [T, K] int64 in 0..E-1 -> the rows grouped by expert."""
         flat_P = ids_TK.reshape(-1)
-        sorted_P, order_P = torch.sort(flat_P, stable=True)
-        # Ends of the runs in the sorted ids: unlike bincount, this never waits for a GPU.
-        experts_E = torch.arange(self.num_experts, device=flat_P.device)
-        counts_E = torch.searchsorted(sorted_P, experts_E, right=True).diff(prepend=experts_E.new_zeros(1))
+        order_P = torch.sort(flat_P, stable=True).indices
+        # Unlike bincount, this never waits for a GPU.
+        counts_E = flat_P.new_zeros(self.num_experts).scatter_add_(0, flat_P, torch.ones_like(flat_P))
         rows_PD = x_TD.index_select(0, order_P // ids_TK.shape[1])
         return Dispatched(rows_PD, order_P, counts_E)
 
@@ -39,5 +38,5 @@ class LocalDispatch:
         The sum runs over slots in the router's order, in float32, so it does not depend on who shared the batch.
         """
         T, K = weights_TK.shape
-        y_TKD = torch.empty_like(y_PD).index_copy(0, dispatched.order_P, y_PD).view(T, K, y_PD.shape[1])
+        y_TKD = torch.empty_like(y_PD).index_copy_(0, dispatched.order_P, y_PD).view(T, K, y_PD.shape[1])
         return (y_TKD.float() * weights_TK[..., None]).sum(dim=1).to(y_PD.dtype)

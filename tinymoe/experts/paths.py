@@ -4,8 +4,9 @@ rows [P, D]; counts [E] int64, rows of each expert; gate_up [E, 2F, D] (gate row
 An expert is a gated MLP: down(act(gate(x)) · up(x)) (Shazeer 2020, arXiv 2002.05202).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,6 +32,67 @@ def loop(
             )
             start += count
     return torch.cat(parts) if parts else rows_PD.clone()
+
+
+def padded(
+    rows_PD: Tensor, counts_E: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, act: Activation
+) -> Tensor:
+    """Every activated expert gets as many rows as the busiest, the rest zeros: one batched matmul pair for all.
+
+    The shape of GShard's dispatch (Lepikhin et al. 2020, arXiv 2006.16668), with room for every row. Experts without
+    rows are never read: each unbroken run of activated experts is a batch of its own.
+    """
+    sizes_E = np.array(counts_E.tolist())
+    active_A = np.flatnonzero(sizes_E)
+    if not len(active_A):
+        return rows_PD.clone()
+    sizes_A = sizes_E[active_A]
+    most, A = sizes_A.max(), len(active_A)
+    first_A = np.arange(A) * most - (sizes_A.cumsum() - sizes_A)
+    slot_P = torch.from_numpy(np.arange(rows_PD.shape[0]) + first_A.repeat(sizes_A)).to(rows_PD.device)
+    x_ACD = rows_PD.new_zeros(A * most, rows_PD.shape[1]).index_copy(0, slot_P, rows_PD).view(A, most, -1)
+    parts = []
+    for run in np.split(np.arange(A), np.flatnonzero(np.diff(active_A) > 1) + 1):
+        low, high = active_A[run[0]], active_A[run[-1]] + 1
+        x_RCD = x_ACD[run[0] : run[-1] + 1]
+        gate_RCF, up_RCF = torch.bmm(x_RCD, gate_up_E2FD[low:high].transpose(1, 2)).chunk(2, dim=-1)
+        parts.append(torch.bmm(act(gate_RCF) * up_RCF, down_EDF[low:high].transpose(1, 2)))
+    y_ACD = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return y_ACD.flatten(0, 1).index_select(0, slot_P)
+
+
+def choose(sizes: Sequence[int]) -> str:
+    """The faster of "loop" and "padded" on a CPU, for experts with so many rows.
+
+    Few rows are bound by reading weights, so padding costs little there; many rows are bound by arithmetic.
+    """
+    rows, most = sum(sizes), max(sizes)
+    room = most * sum(size > 0 for size in sizes)
+    return "padded" if rows >= 16 and most <= 128 and room <= rows * (4 if most <= 16 else 1.5) else "loop"
+
+
+def adaptive(
+    rows_PD: Tensor, counts_E: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, act: Activation
+) -> Tensor:
+    """The path that `choose` names."""
+    return run(choose(counts_E.tolist()), rows_PD, counts_E, gate_up_E2FD, down_EDF, act)
+
+
+def lone(
+    x_1D: Tensor,
+    ids_1K: Tensor,
+    weights_1K: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    act: Activation,
+) -> Tensor:
+    """One token needs no sorting: its K experts one after another, summed in float32 in the router's order -> [1, D]."""
+    y_1D = None
+    for expert, weight in zip(ids_1K[0].tolist(), weights_1K[0].unbind()):
+        part_1D = expert_mlp(x_1D, gate_up_E2FD[expert], down_EDF[expert], act).float() * weight
+        y_1D = part_1D if y_1D is None else y_1D.add_(part_1D)
+    assert y_1D is not None  # K >= 1
+    return y_1D.to(x_1D.dtype)
 
 
 def gather(
@@ -66,6 +128,8 @@ def grouped(
 
 PATHS: dict[str, Callable[..., Tensor]] = {
     "loop": loop,
+    "padded": padded,
+    "adaptive": adaptive,
     "gather": gather,
     "masked": masked,
     "grouped": grouped,

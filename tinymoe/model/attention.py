@@ -43,11 +43,12 @@ class Attention(nn.Module):
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
         if self.clip_qkv is not None:
             qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
-        q_TNH, k_TGH, v_TGH = qkv.view(T, N + 2 * G, H).split((N, G, G), dim=1)
+        # One norm and one rotation for queries and keys together: half the launches.
+        qk_TMH, v_TGH = qkv.view(T, N + 2 * G, H).split((N + G, G), dim=1)
         if self.qk_norm == "head":
-            q_TNH, k_TGH = self.q_norm(q_TNH), self.k_norm(k_TGH)
-        # One rotation for queries and keys together: half the launches.
-        q_TNH, k_TGH = ops.rope(torch.cat((q_TNH, k_TGH), dim=1), cos_TR, sin_TR).split((N, G), dim=1)
+            scale_MH = torch.cat((self.q_norm.weight.expand(N, H), self.k_norm.weight.expand(G, H)))
+            qk_TMH = ops.rms_norm(qk_TMH, scale_MH, self.q_norm.eps)
+        q_TNH, k_TGH = ops.rope(qk_TMH, cos_TR, sin_TR).split((N, G), dim=1)
         o_TNH = attend(self.layer, q_TNH, k_TGH, v_TGH)
         return self.out(o_TNH.reshape(T, N * H))
 

@@ -26,6 +26,11 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * width, hidden_size))
         self.down = nn.Parameter(torch.empty(num_experts, hidden_size, width))
 
+    def lay_out_for_cpu(self) -> None:
+        """Put input features outermost in memory (shapes stay): a product with few rows then needs no packing."""
+        for weight in (self.gate_up, self.down):
+            weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+
 
 class MoE(nn.Module):
     """One Mixture-of-Experts block (dropless: every chosen expert runs)."""
@@ -33,7 +38,7 @@ class MoE(nn.Module):
     def __init__(self, config: MoEConfig, hidden_size: int, layer: int, act: Activation):
         super().__init__()
         self.config, self.layer, self.act = config, layer, act
-        self.path = "loop"
+        self.path = "adaptive"
         self.router = Router(config, hidden_size)
         self.dispatcher = LocalDispatch(config.num_experts)
         self.experts = Experts(config.num_experts, hidden_size, config.intermediate_size)
@@ -48,11 +53,13 @@ class MoE(nn.Module):
         logits_TE, ids_TK, weights_TK = self.router(x_TD)
         if sink is not None:
             sink.route(self.layer, logits_TE, ids_TK, weights_TK)
-        sent = self.dispatcher.dispatch(x_TD, ids_TK)
-        y_PD = paths.run(
-            self.path, sent.rows_PD, sent.counts_E, self.experts.gate_up, self.experts.down, self.act
-        )
-        y_TD = self.dispatcher.combine(y_PD, sent, weights_TK)
+        gate_up, down = self.experts.gate_up, self.experts.down
+        if self.path == "adaptive" and x_TD.shape[0] == 1:
+            y_TD = paths.lone(x_TD, ids_TK, weights_TK, gate_up, down, self.act)
+        else:
+            sent = self.dispatcher.dispatch(x_TD, ids_TK)
+            y_PD = paths.run(self.path, sent.rows_PD, sent.counts_E, gate_up, down, self.act)
+            y_TD = self.dispatcher.combine(y_PD, sent, weights_TK)
         if self.shared is None:
             return y_TD
         shared_TD = self.shared(x_TD)

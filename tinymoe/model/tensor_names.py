@@ -22,12 +22,18 @@ class Slot(NamedTuple):
 
     def view(self, parameter: Tensor) -> Tensor:
         """The slot's part of its parameter, in the checkpoint tensor's shape; a view, so it can be written to."""
-        return as_rows(parameter)[self.first_row : self.first_row + self.num_rows].view(self.shape)
+        if parameter.dim() < 3:
+            return parameter[self.first_row : self.first_row + self.num_rows]
+        # However its experts lie in memory: all of them, or rows of one.
+        expert, row = divmod(self.first_row, parameter.shape[1])
+        if len(self.shape) == 3:
+            return parameter[expert : expert + self.shape[0]]
+        return parameter[expert, row : row + self.num_rows]
 
 
-def as_rows(parameter: Tensor) -> Tensor:
-    """[E, R, C] -> [E * R, C]; [R, C] and [R] as they are. A view."""
-    return parameter.flatten(0, 1) if parameter.dim() == 3 else parameter
+def num_rows(parameter: Tensor) -> int:
+    """E * R of [E, R, C]; R of [R, C] and [R]."""
+    return parameter.shape[0] * parameter.shape[1] if parameter.dim() == 3 else parameter.shape[0]
 
 
 def _stack(parameter: str, *parts: tuple[str, int], columns: int | None = None) -> Iterator[tuple[str, Slot]]:

@@ -21,7 +21,8 @@ from tinymoe.core.model_config import ConfigError, ModelConfig
 from tinymoe.model.decoder import Decoder
 from tinymoe.model.families import model_config_from_hf
 from tinymoe.model.hf_config import hf_config
-from tinymoe.model.tensor_names import Slot, as_rows, tensor_slots, to_hf
+from tinymoe.model.moe import Experts
+from tinymoe.model.tensor_names import Slot, num_rows, tensor_slots, to_hf
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -238,7 +239,7 @@ def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
 @torch.no_grad()
 def _fill(checkpoint: Checkpoint, slots: Mapping[str, Slot], model: Decoder) -> None:
     parameters = dict(model.named_parameters())
-    filled = {name: bytearray(as_rows(parameter).shape[0]) for name, parameter in parameters.items()}
+    filled = {name: bytearray(num_rows(parameter)) for name, parameter in parameters.items()}
     for name, slot in slots.items():
         rows = slice(slot.first_row, slot.first_row + slot.num_rows)
         marks = filled[slot.parameter]
@@ -263,6 +264,10 @@ def load_model(folder: str | Path, dtype: Dtype = "auto", device: str | torch.de
             model = Decoder(checkpoint.model_config)
         _materialise(model, kept, torch.device(device))
         _fill(checkpoint, slots, model)
+    if torch.device(device).type == "cpu":
+        for module in model.modules():
+            if isinstance(module, Experts):
+                module.lay_out_for_cpu()
     return model.eval()
 
 

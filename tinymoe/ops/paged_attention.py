@@ -12,13 +12,16 @@ from torch import Tensor
 
 from tinymoe.ops.reference import all_finite, causal_attention, gather_pages
 
-GROUP = 64  # decodes are padded to the next multiple of this many positions, so that short ones do not pay for long ones
+CALL = 1024  # positions of padding that cost as much as one more call
 
 
 class DecodeGroup(NamedTuple):
-    """Decodes that share one call: tokens [S] int64, blocks [S * B] int64, visible [S, 1, 1, C] bool."""
+    """Decodes that share one call: blocks [S * B] int64, visible [S, 1, 1, C] bool.
 
-    tokens: Tensor
+    tokens: their places in the step, [S] int64; None if they are the whole step, in order.
+    """
+
+    tokens: Tensor | None
     blocks: Tensor
     visible: Tensor
 
@@ -45,15 +48,15 @@ def plan_attention(
     spans: list, block_size: int, window: int | None, device: torch.device | str = "cpu"
 ) -> AttentionPlan:
     """Sort spans (start, stop, context, block table) into padded decode groups and single chunks."""
-    decodes: dict[int, list] = {}
+    decodes = []
     chunks = []
     for start, stop, context, blocks in spans:
         if stop - start == 1:
-            decodes.setdefault(-(-context // GROUP), []).append((start, context, blocks))
+            decodes.append((start, context, blocks))
         else:
             chunks.append(Chunk(start, stop, context, torch.from_numpy(blocks.astype(np.int64)).to(device)))
     groups = []
-    for members in decodes.values():
+    for members in _share_calls(decodes):
         contexts = np.array([context for _, context, _ in members])
         width = max(len(blocks) for _, _, blocks in members)
         table = np.zeros((len(members), width), dtype=np.int64)  # block 0 pads: it is read, then masked
@@ -63,15 +66,27 @@ def plan_attention(
         visible = key < contexts[:, None]
         if window is not None:
             visible &= key >= contexts[:, None] - window
-        tokens = np.array([start for start, _, _ in members])
+        tokens = torch.tensor([start for start, _, _ in members])
         groups.append(
             DecodeGroup(
-                torch.from_numpy(tokens).to(device),
+                None if len(members) == len(spans) else tokens.to(device),
                 torch.from_numpy(table.reshape(-1)).to(device),
                 torch.from_numpy(visible[:, None, None, :]).to(device),
             )
         )
     return AttentionPlan(groups, chunks, window, block_size)
+
+
+def _share_calls(decodes: list) -> list[list]:
+    """Longest first, decodes share a call until the padding of the shorter ones would cost more than another call."""
+    groups, padding = [], 0
+    for decode in sorted(decodes, key=lambda d: -d[1]):
+        padding += groups[-1][0][1] - decode[1] if groups else 0
+        if not groups or padding > CALL:
+            groups.append([])
+            padding = 0
+        groups[-1].append(decode)
+    return [sorted(group, key=lambda d: d[0]) for group in groups]
 
 
 def paged_attention(q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan) -> Tensor:
@@ -83,14 +98,16 @@ def paged_attention(q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Atten
     G = k_cache.shape[2]
     out_TNH = torch.empty_like(q_TNH)
     for tokens, blocks, visible in plan.groups:
-        S = tokens.shape[0]
+        S = visible.shape[0]
         k = k_cache.index_select(0, blocks).view(S, -1, G, H).transpose(1, 2)
         v = v_cache.index_select(0, blocks).view(S, -1, G, H).transpose(1, 2)
-        q = q_TNH.index_select(0, tokens).view(S, N, 1, H)
+        q = (q_TNH if tokens is None else q_TNH.index_select(0, tokens)).view(S, N, 1, H)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=N != G)
         if not all_finite(o):  # what the mask hides (stale or foreign slots) may hold NaN, and 0 · NaN is NaN
             k, v = (t.masked_fill(~visible.transpose(2, 3), 0) for t in (k, v))
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=N != G)
+        if tokens is None:
+            return o.view(S, N, H)
         out_TNH.index_copy_(0, tokens, o.view(S, N, H))
     for start, stop, context, blocks in plan.chunks:
         k = gather_pages(k_cache.flatten(0, 1), blocks, plan.block_size, context)
