@@ -12,6 +12,7 @@ from tinymoe.core.trace import Recording, Trace
 from tinymoe.lab.frames import flow, load, pages, prefix, schedule
 from tinymoe.lab.widgets.esm import source
 from tinymoe.lab.widgets.gallery import ExpertLoad, PageTable, PrefixTree, ScheduleChart, Strip, TokenFlow
+from tinymoe.lab.widgets.plots import FlowRibbons
 from tinymoe.lab.widgets.predict import QUESTIONS, Predict, quiz
 from tinymoe.lab.widgets.replay import LIMIT, PLOTLY, REPLAY, evenly, size
 
@@ -65,6 +66,28 @@ def test_seek_shows_the_frame_of_that_moment(events, make, view):
     assert w.controls.at == w.controls.count - 1 == w.controls.drawn
     w.seek(-(10**6))
     assert w.controls.at == 0
+
+
+@pytest.mark.parametrize("height", [400, 421])
+def test_no_ribbon_is_cut_off(events, height):
+    """plotly's own arithmetic: `y` is a node's centre; nodes that come too close are pushed down, and nothing stops them."""
+    assert len(flow.moments(events)) > 5
+    for i in flow.moments(events):
+        [trace] = FlowRibbons().traces(flow.frame(events, i))
+        node, link = trace["node"], trace["link"]
+        values = [0] * len(node["label"])
+        for end in (link["source"], link["target"]):
+            for n, value in zip(end, link["value"]):
+                values[n] += value
+        columns = [[n for n, x in enumerate(node["x"]) if x == side] for side in (0.01, 0.99)]
+        scale = min((height - (len(c) - 1) * node["pad"]) / sum(values[n] for n in c) for c in columns)
+        for column in columns:
+            below = 0
+            for n in column:
+                tall = values[n] * scale
+                top = max(below, node["y"][n] * height - tall / 2)
+                assert top + tall <= height + 1, (i, node["label"][n])
+                below = top + tall + node["pad"]
 
 
 def test_the_front_end_moves_the_picture(events):

@@ -21,11 +21,23 @@ def test_expert_load_per_group():
     text = drawn(expert_load(frame))
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
-    assert [line.split()[0] for line in lines[2:5]] == ["english", "german", "python"]
-    for line, percents in zip(lines[2:5], load.percent_of_mean(frame)):
+    assert [line.split()[0] for line in lines[3:6]] == ["english", "german", "python"]
+    for line, percents in zip(lines[3:6], load.percent_of_mean(frame)):
         shown = [int("".join(c for c in cell if c.isdigit())) for cell in _cells(line)]
         assert shown == percents
     assert " ".join(text.split()).endswith(load.caption(frame))
+
+
+def test_expert_load_fits_eighty_columns_however_uneven_it_is():
+    counts = [[0] * 15 + [9], [1] * 16, [30, *[0] * 14, 2]]
+    frame = {"event": 0, "step": 0, "per": "run", "experts": 16, "rows": ["english", "german", "layer 10"]}
+    frame |= {"counts": counts}
+    lines = drawn(expert_load(frame), width=120).splitlines()
+    rows = lines[lines.index(next(line for line in lines if line.startswith("english"))) :][:3]
+    assert max(map(len, lines[: 2 + len(rows)])) <= 80
+    assert [line.split()[-1] for line in rows] == ["16.0", "1.0", "15.0"]
+    assert rows[0].split()[-2].endswith("1600")
+    assert rows[2].endswith("100 15.0")
 
 
 def _cells(line):

@@ -8,7 +8,7 @@ const make = (space) => (tag, attrs = {}, ...kids) => {
   return e;
 };
 const h = make("http://www.w3.org/1999/xhtml"), svg = make("http://www.w3.org/2000/svg");
-const WIDE = 250, HIGH = 18;
+const WIDE = 190, HIGH = 18;
 const decimal = (n) => `${n < 0 ? "−" : ""}${(Math.abs(n) / 100).toFixed(2)}`;
 
 const STYLE = `
@@ -38,7 +38,7 @@ function line(frame, expert, lowest) {
   tree.append(svg("line", { class: "last", x1: x(lowest), x2: x(lowest), y1: 0, y2: HIGH }), svg("circle", { class: "dot", cx: at, cy: mid, r: turned ? 6 : 5 }));
   return tree;
 }
-const bar = (percent, what) => h("td", { class: what }, h("span", { class: "bar", style: `width:${percent}px` }), `${percent} %`);
+const bar = (percent, what) => h("td", { class: what }, h("span", { class: "bar", style: `width:${0.7 * percent}px` }), `${percent} %`);
 
 export default {
   render({ model, el }) {

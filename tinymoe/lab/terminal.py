@@ -13,18 +13,18 @@ FULL = 300  # percent of the mean at which a bar is full
 
 
 def expert_load(frame: Frame, title: str = "Tokens per expert, in percent of the mean") -> RenderableType:
-    """One row per layer or group, one bar and number per expert; above the mean the number is bold. 16 experts fit 80
-    columns."""
+    """One row per layer or group, one bar and number per expert; above the mean the number is bold. 16 experts and names
+    of ten letters fit 80 columns."""
     grid = Table(
         title=title, title_justify="left", title_style="bold", box=None, padding=(0, 0), header_style="dim"
     )
     grid.add_column("")
     for expert in range(frame["experts"]):
         grid.add_column(f"{expert}", justify="right", min_width=4)
-    grid.add_column("max/mean", justify="right", min_width=8)
+    grid.add_column("max/\nmean", justify="right", min_width=5)
     for name, counts, percents in zip(frame["rows"], frame["counts"], load.percent_of_mean(frame)):
         cells = [
-            Text(f"{_bar(p)}{p}", style="bold #d55e00" if p > 150 else "bold" if p > 100 else "")
+            Text(f"{_bar(p)}{p}"[-4:], style="bold #d55e00" if p > 150 else "bold" if p > 100 else "")
             for p in percents
         ]
         top = tenths(max(counts, default=0) * frame["experts"], sum(counts))

@@ -5,7 +5,6 @@ import random
 
 from tinymoe.lab.exercises.judge import Verdict, agree
 
-
 NAN = math.nan
 FLOAT32 = 1e-5  # an answer may compute in float32, as the engine does
 

@@ -15,6 +15,10 @@ from tinymoe.lab.widgets.esm import Deferred
 
 OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 COLD_TO_HOT = [[0, "#0072B2"], [0.3333, "#F2F2F2"], [1, "#D55E00"]]  # white is the mean (100 of 0..300)
+PAD, TALLEST = (
+    6,
+    421,
+)  # pixels between two nodes of a flow, and the most that its picture is high (in the book)
 FONT = {"family": "system-ui, sans-serif", "size": 12, "color": "#1b1b1b"}
 
 
@@ -122,6 +126,11 @@ class FlowRibbons:
     def traces(self, frame: Frame) -> list[dict[str, Any]]:
         tokens, experts = frame["tokens"], [x for x, _ in frame["experts"]]
         node_of = {x: len(tokens) + n for n, x in enumerate(experts)}
+        links = [[t, x, max(1, g)] for t, x, g in frame["links"]]
+        sums = [
+            [sum(g for t, _, g in links if t == n) for n in range(len(tokens))],
+            [sum(g for _, x, g in links if x == e) for e in experts],
+        ]
         hues = {x: OKABE_ITO[x % 7] for x in experts}
         return [
             {
@@ -131,21 +140,16 @@ class FlowRibbons:
                     "label": [*tokens, *(f"expert {x}: {n}" for x, n in frame["experts"])],
                     "color": [*["#8a8a8a" for _ in tokens], *(hues[x] for x in experts)],
                     "x": [0.01] * len(tokens) + [0.99] * len(experts),
-                    "y": [
-                        *_stacked(
-                            [sum(g for t, _, g in frame["links"] if t == n) for n in range(len(tokens))]
-                        ),
-                        *_stacked([sum(g for _, x, g in frame["links"] if x == e) for e in experts]),
-                    ],
-                    "pad": 6,
+                    "y": _centres(sums),
+                    "pad": PAD,
                     "thickness": 12,
                     "line": {"width": 0},
                 },
                 "link": {
-                    "source": [t for t, _, _ in frame["links"]],
-                    "target": [node_of[x] for _, x, _ in frame["links"]],
-                    "value": [max(1, g) for _, _, g in frame["links"]],
-                    "color": [_faded(hues[x]) for _, x, _ in frame["links"]],
+                    "source": [t for t, _, _ in links],
+                    "target": [node_of[x] for _, x, _ in links],
+                    "value": [g for _, _, g in links],
+                    "color": [_faded(hues[x]) for _, x, _ in links],
                     "hovertemplate": "%{source.label} to %{target.label}: gate %{value}/1000<extra></extra>",
                 },
             }
@@ -155,12 +159,21 @@ class FlowRibbons:
         return {**base_layout(self.label, 760, 460), "margin": {"l": 15, "r": 15, "t": 45, "b": 15}}
 
 
-def _stacked(heights: list[int]) -> list[float]:
-    """Centres of boxes stacked from 0 to 1 in order; three decimals, so that they print alike everywhere."""
-    total, below, centres = max(1, sum(heights)), 0, []
-    for height in heights:
-        centres.append(min(0.999, max(0.001, round((below + height / 2) / total, 3))))
-        below += height
+def _centres(columns: list[list[int]]) -> list[float]:
+    """Centres of the nodes of both columns, 0 at the top and 1 at the bottom; three decimals, alike everywhere.
+
+    plotly gives a node the height that lets the fullest column fit with PAD pixels between nodes. Centres that are too
+    close for that are pushed down, out of the picture, so the same height is taken here, and the rest becomes gaps.
+    """
+    pad = PAD / TALLEST
+    scale = min([(0.99 - pad * (len(c) - 1)) / sum(c) for c in columns if c], default=0)
+    centres = []
+    for column in columns:
+        gap = (0.99 - scale * sum(column)) / max(1, len(column) - 1)
+        below = 0.0 if len(column) > 1 else gap / 2
+        for value in column:
+            centres.append(round(below + scale * value / 2, 3))
+            below += scale * value + gap
     return centres
 
 
