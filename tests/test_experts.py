@@ -35,9 +35,11 @@ def route_one(
     if scoring == "softmax":
         weights = [math.exp(v - max(x)) for v in x]
         weights = [w / sum(weights) for w in weights]
+        logs = x
         scores = list(x) if bias is None and n_group == 1 else list(weights)
     else:
         weights = [1 / (1 + math.exp(-v)) if v > -700 else 0.0 for v in x]
+        logs = [-math.log1p(math.exp(-v)) if v > -700 else v for v in x]
         scores = list(weights)
     if bias is not None:
         scores = [s + b for s, b in zip(scores, bias)]
@@ -48,7 +50,9 @@ def route_one(
     ids = sorted(allowed, key=lambda e: (-scores[e], e))[:top_k]
     chosen = [weights[e] for e in ids]
     if renormalize:
-        chosen = [w / max(sum(chosen), 1e-38) for w in chosen]
+        # Proportions survive where every share underflows.
+        chosen = [math.exp(logs[e] - max(logs[i] for i in ids)) for e in ids]
+        chosen = [w / sum(chosen) for w in chosen]
     return ids, [w * scale for w in chosen], [scores, worth]
 
 

@@ -6,10 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_HUGE = torch.finfo(
-    torch.float32
-).max  # stands for infinity, so that softmax stays finite and infinities still win or lose
-_TINY = 1e-38  # all-zero sigmoid scores have no share to give
+# Stands for infinity, so that softmax stays finite and infinities still win or lose.
+_HUGE = torch.finfo(torch.float32).max
 
 
 def topk_softmax(
@@ -34,18 +32,13 @@ def topk_softmax(
     `renormalize`, then times `scale`).
     """
     logits_TE = torch.nan_to_num(logits_TE.float(), nan=-_HUGE, posinf=_HUGE, neginf=-_HUGE)
-    if scoring == "softmax" and renormalize and selection_bias_E is None and n_group == 1:
-        # The shares of the chosen are the softmax over the chosen alone.
-        best = logits_TE.sort(dim=-1, descending=True, stable=True)
-        ids_TK, weights_TK = best.indices[:, :top_k], best.values[:, :top_k].softmax(-1)
-        return ids_TK, weights_TK * scale if scale != 1.0 else weights_TK
     if scoring == "softmax":
-        # Choose by logit, not by probability: two logits can share one float32 probability.
-        weights_TE, scores_TE = logits_TE.softmax(-1), logits_TE
-        if selection_bias_E is not None or n_group > 1:
-            scores_TE = weights_TE
+        # Choose by logit where nothing is added: two logits can share one float32 probability.
+        shares_TE, log_shares_TE = logits_TE.softmax(-1), logits_TE  # the latter but for a constant
+        scores_TE = logits_TE if selection_bias_E is None and n_group == 1 else shares_TE
     else:
-        weights_TE = scores_TE = logits_TE.sigmoid()
+        scores_TE = shares_TE = logits_TE.sigmoid()
+        log_shares_TE = F.logsigmoid(logits_TE)
     if selection_bias_E is not None:
         scores_TE = scores_TE + selection_bias_E.float()
     if n_group > 1:
@@ -56,9 +49,10 @@ def topk_softmax(
         allowed = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, best, True)
         scores_TE = grouped.masked_fill(~allowed[..., None], -torch.inf).view(T, E)
     ids_TK = scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    weights_TK = weights_TE.gather(1, ids_TK)
-    if renormalize:
-        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=_TINY)
+    if renormalize:  # in logarithms: shares that have all become 0 still have a proportion
+        weights_TK = log_shares_TE.gather(1, ids_TK).softmax(-1)
+    else:
+        weights_TK = shares_TE.gather(1, ids_TK)
     return ids_TK, weights_TK * scale if scale != 1.0 else weights_TK
 
 
