@@ -20,13 +20,13 @@ ifneq ($(shell { $(PY) -c pass || echo broken; } 2>/dev/null),)
 $(shell rm -rf $(STAMP))
 endif
 
-.PHONY: help demo lab book test lint unit notebooks browser chromium clean
+.PHONY: help demo lab book test lint unit kernels notebooks browser chromium clean
 
 help:
 	@echo "make demo    a trained Mixture-of-Experts model serves a mixed batch in this terminal"
 	@echo "make lab     the notebooks in JupyterLab, on this machine only"
 	@echo "make book    build the book, readable offline, in book/_build/html"
-	@echo "make test    everything that proves it: lint, unit, notebooks, browser (each is a target, too)"
+	@echo "make test    everything that proves it: lint, unit, kernels, notebooks, browser (each is a target, too)"
 	@echo "make clean   remove .venv and everything built"
 	@echo "PYTHON=/path/to/python3.12 picks an interpreter; JOBS=4 runs the tests on four cores."
 
@@ -91,7 +91,7 @@ book: $(STAMP)/book-$(KEY)
 
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -q
 
-test: lint unit notebooks browser
+test: lint unit kernels notebooks browser
 	@echo "make test: all stages passed"
 
 lint: $(STAMP)/test-$(KEY)
@@ -101,6 +101,10 @@ lint: $(STAMP)/test-$(KEY)
 
 unit: $(STAMP)/test-$(KEY)
 	@$(PYTEST) -n $(JOBS) --ignore=tests/e2e tests
+
+# Triton's interpreter runs the kernels on a CPU; it is chosen by a variable before Triton is imported.
+kernels: $(STAMP)/test-$(KEY)
+	@TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) -W ignore::RuntimeWarning tests/test_kernels_*.py
 
 # Strict: every stored output is compared. Cells of one notebook share a kernel, hence loadfile.
 notebooks: $(STAMP)/test-$(KEY)

@@ -1,6 +1,8 @@
 """What every kernel means, in plain torch: slow, readable, the definition of correct."""
 
 import math
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +56,46 @@ def topk_softmax(
     else:
         weights_TK = shares_TE.gather(1, ids_TK)
     return ids_TK, weights_TK * scale if scale != 1.0 else weights_TK
+
+
+def sort_tokens(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Pairs t * K + j sorted by expert, stable: order [<= T * K] int64, offsets [E + 1] int64 (expert e has rows
+    offsets[e] .. offsets[e + 1] - 1). Ids outside 0..E-1 belong to nobody and are left out."""
+    flat_P = ids_TK.reshape(-1).long()
+    pairs = ((flat_P >= 0) & (flat_P < num_experts)).nonzero()[:, 0]
+    order = pairs[flat_P[pairs].sort(stable=True).indices]
+    counts_E = torch.bincount(flat_P[pairs], minlength=num_experts)
+    return order, F.pad(counts_E.cumsum(0), (1, 0))
+
+
+def fused_moe(
+    x_TH: Tensor,
+    logits_TE: Tensor,
+    gate_up_E2IH: Tensor,
+    down_EHI: Tensor,
+    top_k: int,
+    *,
+    residual_TH: Tensor | None = None,
+    shared_TH: Tensor | None = None,
+    **routing: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One Mixture-of-Experts layer: x [T, H], router logits [T, E] -> out [T, H], ids [T, K] int64, weights [T, K].
+
+    gate_up [E, 2I, H] (gate rows first), down [E, H, I]; an expert is down(silu(gate(x)) * up(x)). Its answers are
+    rounded to x's dtype, summed over the router's slots in float32, plus `shared` and `residual`, and rounded once.
+    """
+    ids_TK, weights_TK = topk_softmax(logits_TE, top_k, **routing)
+    order, offsets = sort_tokens(ids_TK, gate_up_E2IH.shape[0])
+    y_PH = x_TH.new_zeros(ids_TK.numel(), x_TH.shape[1])
+    for expert, (start, stop) in enumerate(pairwise(offsets.tolist())):
+        if stop > start:
+            pairs = order[start:stop]
+            gate, up = F.linear(x_TH[pairs // top_k], gate_up_E2IH[expert]).chunk(2, dim=-1)
+            y_PH[pairs] = F.linear(F.silu(gate) * up, down_EHI[expert])
+    out_TH = (y_PH.view(*ids_TK.shape, x_TH.shape[1]).float() * weights_TK[..., None]).sum(1)
+    for more in (shared_TH, residual_TH):
+        out_TH = out_TH if more is None else out_TH + more.float()
+    return out_TH.to(x_TH.dtype), ids_TK, weights_TK
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,0 +1,188 @@
+"""Grouped matrix products: every tile of sorted rows times the weights of its own expert. One program is one tile of outputs.
+
+`up` gathers its rows from the tokens (no copy of the input is made), multiplies them by gate and up together and stores
+silu(gate) * up; `down` takes those rows as they lie and scatters its answers, times the routing weight, to their pairs.
+Two outputs per launch differ in nothing but their epilogue, yet each has tiles of its own: their shapes differ.
+
+Few rows per expert: the weights are what has to be read, so tiles are narrow in rows (16) and the operands are swapped:
+W @ x^T has the weights' rows where the tensor core wants at least 64 (wgmma m64n16k16) and the 16 tokens where it accepts
+few. Many rows: 64 or 128 rows a tile, and tiles that share weights run side by side, so that the weights stay in L2.
+
+A mask guards every load: what a tile computes for rows beyond its expert's last is never stored. Offsets that grow with
+the number of weights or pairs are 64 bits wide. No atomics: each output is written by one program, once.
+
+Reference: tinymoe.ops.reference.fused_moe. Tiles: tinymoe.kernels.sort_tokens.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tinymoe.kernels.sort_tokens import Sorted
+
+
+class Tile(NamedTuple):
+    """What one program computes: block_n outputs of up to `Sorted.block_m` rows, block_k inputs at a time. group: tiles
+    of rows that pass over the same weights together. swap: compute the transpose."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group: int = 1
+    swap: bool = False
+
+
+@triton.jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def place(num_tiles, N, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """(tile of rows, block of outputs) of this program: GROUP tiles of rows take a block of outputs together."""
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(N, BLOCK_N)
+    group = pid // (GROUP * blocks)
+    size = tl.minimum(num_tiles - group * GROUP, GROUP)
+    inside = pid % (GROUP * blocks)
+    size = tl.maximum(size, 1)  # programs beyond the last tile: they leave at once
+    return group * GROUP + inside % size, inside // size
+
+
+@triton.jit
+def multiply(x_MK, w_NK, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr):
+    if SWAP:
+        return tl.dot(w_NK, tl.trans(x_MK), acc, input_precision=PRECISION)
+    else:
+        return tl.dot(x_MK, tl.trans(w_NK), acc, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["K"])
+def up_kernel(
+    x, w, h, order, offsets, tile_expert, tile_row, num_tiles, stride_x, stride_w, K,
+    H: tl.constexpr, I: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """x [T, H] -> h [P, I] in sorted order; w [E, 2I, H], gate rows first."""
+    count = tl.load(num_tiles)
+    tile, block = place(count, I, BLOCK_N, GROUP)
+    if tile >= count:
+        return
+    expert = tl.load(tile_expert + tile)
+    first = tl.load(tile_row + tile)
+    rows = first + tl.arange(0, BLOCK_M)
+    live = rows < tl.load(offsets + expert + 1)
+    pair = tl.load(order + rows, mask=live, other=0)
+    token = (pair // K).to(tl.int64)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    x_at = x + token[:, None] * stride_x + k[None, :]
+    w_at = w + expert.to(tl.int64) * stride_w + n[:, None] * H + k[None, :]
+    ACC_M: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
+    ACC_N: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
+    gate = tl.zeros((ACC_M, ACC_N), tl.float32)
+    up = tl.zeros((ACC_M, ACC_N), tl.float32)
+    for start in range(0, H, BLOCK_K):
+        left = k[None, :] < H - start
+        x_MK = tl.load(x_at + start, mask=live[:, None] & left, other=0.0)
+        w_mask = (n[:, None] < I) & left
+        gate_NK = tl.load(w_at + start, mask=w_mask, other=0.0)
+        up_NK = tl.load(w_at + I * H + start, mask=w_mask, other=0.0)
+        gate = multiply(x_MK, gate_NK, gate, SWAP, PRECISION)
+        up = multiply(x_MK, up_NK, up, SWAP, PRECISION)
+    out = (silu(gate) * up).to(h.dtype.element_ty)
+    if SWAP:
+        at = h + rows[None, :].to(tl.int64) * I + n[:, None]
+        tl.store(at, out, mask=live[None, :] & (n[:, None] < I))
+    else:
+        at = h + rows[:, None].to(tl.int64) * I + n[None, :]
+        tl.store(at, out, mask=live[:, None] & (n[None, :] < I))
+
+
+@triton.jit
+def down_kernel(
+    h, w, y, weights, order, offsets, tile_expert, tile_row, num_tiles, stride_w,
+    H: tl.constexpr, I: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """h [P, I] in sorted order -> y [P, H] by pair, times the routing weight; w [E, H, I]."""
+    count = tl.load(num_tiles)
+    tile, block = place(count, H, BLOCK_N, GROUP)
+    if tile >= count:
+        return
+    expert = tl.load(tile_expert + tile)
+    first = tl.load(tile_row + tile)
+    rows = first + tl.arange(0, BLOCK_M)
+    live = rows < tl.load(offsets + expert + 1)
+    pair = tl.load(order + rows, mask=live, other=0)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    h_at = h + rows[:, None].to(tl.int64) * I + k[None, :]
+    w_at = w + expert.to(tl.int64) * stride_w + n[:, None] * I + k[None, :]
+    ACC_M: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
+    ACC_N: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
+    acc = tl.zeros((ACC_M, ACC_N), tl.float32)
+    for start in range(0, I, BLOCK_K):
+        left = k[None, :] < I - start
+        h_MK = tl.load(h_at + start, mask=live[:, None] & left, other=0.0)
+        w_NK = tl.load(w_at + start, mask=(n[:, None] < H) & left, other=0.0)
+        acc = multiply(h_MK, w_NK, acc, SWAP, PRECISION)
+    weight = tl.load(weights + pair, mask=live, other=0.0)
+    if SWAP:
+        at = y + pair[None, :].to(tl.int64) * H + n[:, None]
+        tl.store(at, (acc * weight[None, :]).to(y.dtype.element_ty), mask=live[None, :] & (n[:, None] < H))
+    else:
+        at = y + pair[:, None].to(tl.int64) * H + n[None, :]
+        tl.store(at, (acc * weight[:, None]).to(y.dtype.element_ty), mask=live[:, None] & (n[None, :] < H))
+
+
+def precision(dtype: torch.dtype) -> str:
+    """float32 is multiplied as float32: its tensor-core form would drop 13 bits."""
+    return "ieee" if dtype is torch.float32 else "tf32"
+
+
+def constants(s: Sorted, tile: Tile, dtype: torch.dtype) -> dict:
+    return {
+        "BLOCK_M": s.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP": tile.group,
+        "SWAP": tile.swap,
+        "PRECISION": precision(dtype),
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+def up(
+    x_TH: torch.Tensor, gate_up_E2IH: torch.Tensor, s: Sorted, h_PI: torch.Tensor, top_k: int, tile: Tile
+) -> None:
+    """Writes silu(x @ gate^T) * (x @ up^T) of every sorted row to h [P, I]; rows of nobody stay as they are."""
+    H, I = x_TH.shape[1], h_PI.shape[1]
+    grid = (s.tile_row.shape[0] * triton.cdiv(I, tile.block_n),)
+    if grid[0]:
+        up_kernel[grid](
+            x_TH, gate_up_E2IH, h_PI, s.order, s.offsets, s.tile_expert, s.tile_row, s.num_tiles,
+            x_TH.stride(0), gate_up_E2IH.stride(0), top_k, H=H, I=I, **constants(s, tile, x_TH.dtype),
+        )  # fmt: skip
+
+
+def down(
+    h_PI: torch.Tensor,
+    down_EHI: torch.Tensor,
+    weights_TK: torch.Tensor,
+    s: Sorted,
+    y_PH: torch.Tensor,
+    tile: Tile,
+) -> None:
+    """Writes weight * (h @ down^T) of every sorted row to its pair's row of y [P, H]; pairs of nobody stay as they are."""
+    H, I = down_EHI.shape[1:]
+    grid = (s.tile_row.shape[0] * triton.cdiv(H, tile.block_n),)
+    if grid[0]:
+        down_kernel[grid](
+            h_PI, down_EHI, y_PH, weights_TK, s.order, s.offsets, s.tile_expert, s.tile_row, s.num_tiles,
+            down_EHI.stride(0), H=H, I=I, **constants(s, tile, h_PI.dtype),
+        )  # fmt: skip
