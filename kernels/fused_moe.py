@@ -169,7 +169,6 @@ def fused_moe(
     E, I = gate_up_E2IH.shape[0], gate_up_E2IH.shape[1] // 2
     _check(x_TH, logits_TE, gate_up_E2IH, down_EHI)
     chosen = use or plan(T, E, top_k, H, I, invariant)
-    constants = route_constants(E, top_k, biased=selection_bias_E is not None, **routing)
     out_TH = torch.empty(T, H, dtype=x_TH.dtype, device=x_TH.device)
     h_PI = torch.empty(T * top_k, I, dtype=x_TH.dtype, device=x_TH.device)
     if not isinstance(chosen.up, DecodeTile):
@@ -181,15 +180,26 @@ def fused_moe(
     ids_TK = torch.empty(T, top_k, dtype=torch.int32, device=x_TH.device)
     weights_TK = torch.empty(T, top_k, dtype=torch.float32, device=x_TH.device)
     if T:
-        tile = chosen.up
-        bias = logits_TE if selection_bias_E is None else selection_bias_E
-        decode_up_kernel[(T * top_k, triton.cdiv(I, tile.block_n))](
-            x_TH, logits_TE, bias, gate_up_E2IH, h_PI, ids_TK, weights_TK,
-            x_TH.stride(0), logits_TE.stride(0), gate_up_E2IH.stride(0), H=H, I=I, **constants,
-            BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages, num_warps=tile.num_warps,
-        )  # fmt: skip
+        decode_up(
+            x_TH, logits_TE, selection_bias_E, gate_up_E2IH, h_PI, ids_TK, weights_TK, chosen.up, **routing
+        )
         decode_down(h_PI, ids_TK, weights_TK, down_EHI, out_TH, residual_TH, shared_TH, chosen.down)
     return out_TH, ids_TK, weights_TK
+
+
+def decode_up(
+    x_TH, logits_TE, selection_bias_E, gate_up_E2IH, h_PI, ids_TK, weights_TK, tile: DecodeTile, **routing
+) -> None:
+    """Writes ids and weights [T, K], and h [T*K, I] in pair order."""
+    P, I = h_PI.shape
+    E, K = gate_up_E2IH.shape[0], ids_TK.shape[1]
+    bias = logits_TE if selection_bias_E is None else selection_bias_E
+    decode_up_kernel[(P, triton.cdiv(I, tile.block_n))](
+        x_TH, logits_TE, bias, gate_up_E2IH, h_PI, ids_TK, weights_TK,
+        x_TH.stride(0), logits_TE.stride(0), gate_up_E2IH.stride(0), H=x_TH.shape[1], I=I,
+        **route_constants(E, K, biased=selection_bias_E is not None, **routing),
+        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages, num_warps=tile.num_warps,
+    )  # fmt: skip
 
 
 def decode_down(h_PI, ids_TK, weights_TK, down_EHI, out_TH, residual_TH, shared_TH, tile: DecodeTile) -> None:

@@ -8,6 +8,9 @@ Few rows per expert: the weights are what has to be read, so tiles are narrow in
 W @ x^T has the weights' rows where the tensor core wants at least 64 (wgmma m64n16k16) and the 16 tokens where it accepts
 few. Many rows: 64 or 128 rows a tile, and tiles that share weights run side by side, so that the weights stay in L2.
 
+With `tma=True` whole tiles of both operands are fetched by tensor descriptors (Hopper's copy engine), which leaves the
+threads' registers to the products. A descriptor cannot gather, so `up` then needs its rows copied into sorted order first.
+
 A mask guards every load: what a tile computes for rows beyond its expert's last is never stored. Offsets that grow with
 the number of weights or pairs are 64 bits wide. No atomics: each output is written by one program, once.
 
@@ -19,13 +22,14 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tinymoe.kernels.sort_tokens import Sorted
 
 
 class Tile(NamedTuple):
     """What one program computes: block_n outputs of up to `Sorted.block_m` rows, block_k inputs at a time. group: tiles
-    of rows that pass over the same weights together. swap: compute the transpose."""
+    of rows that pass over the same weights together. swap: compute the transpose. tma: load by tensor descriptors."""
 
     block_n: int
     block_k: int
@@ -33,6 +37,7 @@ class Tile(NamedTuple):
     num_stages: int
     group: int = 1
     swap: bool = False
+    tma: bool = False
 
 
 @triton.jit
@@ -139,6 +144,79 @@ def down_kernel(
         tl.store(at, (acc * weight[:, None]).to(y.dtype.element_ty), mask=live[:, None] & (n[None, :] < H))
 
 
+@triton.jit
+def up_tma_kernel(
+    x_sorted, w, h, offsets, tile_expert, tile_row, num_tiles,
+    I: tl.constexpr, H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """As up_kernel, from descriptors of x_sorted [P, H] and w [E * 2I, H]. Rows beyond the expert's last are computed
+    from its neighbour's and not stored."""
+    count = tl.load(num_tiles)
+    tile, block = place(count, I, BLOCK_N, GROUP)
+    if tile >= count:
+        return
+    expert = tl.load(tile_expert + tile)
+    first = tl.load(tile_row + tile)
+    gate_row = expert * (2 * I) + block * BLOCK_N
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in tl.range(0, H, BLOCK_K):
+        x_MK = x_sorted.load([first, start])
+        gate_NK = w.load([gate_row, start])
+        up_NK = w.load([gate_row + I, start])
+        gate = tl.dot(x_MK, gate_NK.T, gate)
+        up = tl.dot(x_MK, up_NK.T, up)
+    rows = first + tl.arange(0, BLOCK_M)
+    live = rows < tl.load(offsets + expert + 1)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    out = (silu(gate) * up).to(h.dtype.element_ty)
+    tl.store(h + rows[:, None].to(tl.int64) * I + n[None, :], out, mask=live[:, None] & (n[None, :] < I))
+
+
+@triton.jit
+def down_tma_kernel(
+    h, w, y, weights, order, offsets, tile_expert, tile_row, num_tiles,
+    H: tl.constexpr, I: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """As down_kernel, from descriptors of h [P, I] and w [E * H, I]."""
+    count = tl.load(num_tiles)
+    tile, block = place(count, H, BLOCK_N, GROUP)
+    if tile >= count:
+        return
+    expert = tl.load(tile_expert + tile)
+    first = tl.load(tile_row + tile)
+    w_row = expert * H + block * BLOCK_N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in tl.range(0, I, BLOCK_K):
+        acc = tl.dot(h.load([first, start]), w.load([w_row, start]).T, acc)
+    rows = first + tl.arange(0, BLOCK_M)
+    live = rows < tl.load(offsets + expert + 1)
+    pair = tl.load(order + rows, mask=live, other=0)
+    weight = tl.load(weights + pair, mask=live, other=0.0)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = y + pair[:, None].to(tl.int64) * H + n[None, :]
+    tl.store(at, (acc * weight[:, None]).to(y.dtype.element_ty), mask=live[:, None] & (n[None, :] < H))
+
+
+@triton.jit(do_not_specialize=["K"])
+def gather_kernel(x, order, offsets, out, stride_x, K, H: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr):
+    """out [P, H]: the token of every sorted row."""
+    row = tl.program_id(0)
+    if row < tl.load(offsets + E):
+        token = (tl.load(order + row) // K).to(tl.int64)
+        n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(x + token * stride_x + n, mask=n < H, other=0.0)
+        tl.store(out + row.to(tl.int64) * H + n, values, mask=n < H)
+
+
+def takes_tma(*tensors: torch.Tensor) -> bool:
+    """Whether tensor descriptors can describe these: dense, 16-byte aligned rows; pointers serve for the rest."""
+    return all(
+        t.is_contiguous() and t.data_ptr() % 16 == 0 and t.shape[-1] * t.element_size() % 16 == 0
+        for t in tensors
+    )
+
+
 def precision(dtype: torch.dtype) -> str:
     """float32 is multiplied as float32: its tensor-core form would drop 13 bits."""
     return "ieee" if dtype is torch.float32 else "tf32"
@@ -157,13 +235,29 @@ def constants(s: Sorted, tile: Tile, dtype: torch.dtype) -> dict:
     }
 
 
+def tma_constants(s: Sorted, tile: Tile) -> dict:
+    every = constants(s, tile, torch.bfloat16)
+    return {name: value for name, value in every.items() if name not in ("SWAP", "PRECISION")}
+
+
 def up(
     x_TH: torch.Tensor, gate_up_E2IH: torch.Tensor, s: Sorted, h_PI: torch.Tensor, top_k: int, tile: Tile
 ) -> None:
     """Writes silu(x @ gate^T) * (x @ up^T) of every sorted row to h [P, I]; rows of nobody stay as they are."""
     H, I = x_TH.shape[1], h_PI.shape[1]
     grid = (s.tile_row.shape[0] * triton.cdiv(I, tile.block_n),)
-    if grid[0]:
+    if grid[0] and tile.tma and takes_tma(x_TH, gate_up_E2IH):
+        E, P, block = gate_up_E2IH.shape[0], h_PI.shape[0], min(2048, triton.next_power_of_2(H))
+        x_sorted = torch.empty(P, H, dtype=x_TH.dtype, device=x_TH.device)
+        gather_kernel[(P, triton.cdiv(H, block))](
+            x_TH, s.order, s.offsets, x_sorted, x_TH.stride(0), top_k, H=H, E=E, BLOCK=block, num_warps=4
+        )
+        up_tma_kernel[grid](
+            TensorDescriptor.from_tensor(x_sorted, [s.block_m, tile.block_k]),
+            TensorDescriptor.from_tensor(gate_up_E2IH.view(-1, H), [tile.block_n, tile.block_k]),
+            h_PI, s.offsets, s.tile_expert, s.tile_row, s.num_tiles, H=H, I=I, **tma_constants(s, tile),
+        )  # fmt: skip
+    elif grid[0]:
         up_kernel[grid](
             x_TH, gate_up_E2IH, h_PI, s.order, s.offsets, s.tile_expert, s.tile_row, s.num_tiles,
             x_TH.stride(0), gate_up_E2IH.stride(0), top_k, H=H, I=I, **constants(s, tile, x_TH.dtype),
@@ -181,7 +275,14 @@ def down(
     """Writes weight * (h @ down^T) of every sorted row to its pair's row of y [P, H]; pairs of nobody stay as they are."""
     H, I = down_EHI.shape[1:]
     grid = (s.tile_row.shape[0] * triton.cdiv(H, tile.block_n),)
-    if grid[0]:
+    if grid[0] and tile.tma and takes_tma(h_PI, down_EHI):
+        down_tma_kernel[grid](
+            TensorDescriptor.from_tensor(h_PI, [s.block_m, tile.block_k]),
+            TensorDescriptor.from_tensor(down_EHI.view(-1, I), [tile.block_n, tile.block_k]),
+            y_PH, weights_TK, s.order, s.offsets, s.tile_expert, s.tile_row, s.num_tiles,
+            H=H, I=I, **tma_constants(s, tile),
+        )  # fmt: skip
+    elif grid[0]:
         down_kernel[grid](
             h_PI, down_EHI, y_PH, weights_TK, s.order, s.offsets, s.tile_expert, s.tile_row, s.num_tiles,
             down_EHI.stride(0), H=H, I=I, **constants(s, tile, h_PI.dtype),

@@ -24,6 +24,7 @@ NAN, INF = float("nan"), float("inf")
 DECODE = Plan(0, DecodeTile(4, 16, 4, 2), DecodeTile(4, 16, 4, 2))
 SOME = Plan(16, Tile(16, 16, 4, 2, swap=True), Tile(16, 32, 4, 2, swap=True))
 MANY = Plan(16, Tile(16, 16, 4, 2, group=2), Tile(32, 16, 4, 2, group=3))
+TMA = Plan(16, Tile(16, 16, 4, 2, group=2, tma=True), Tile(32, 16, 4, 2, group=3, tma=True))
 PLANS = {"decode": DECODE, "some": SOME, "many": MANY}
 if ON_GPU:  # the smallest that tensor cores take
     SOME = Plan(16, Tile(64, 64, 4, 3, swap=True), Tile(64, 64, 4, 3, swap=True))
@@ -204,6 +205,28 @@ def test_the_layer_is_a_loop_over_tokens_and_experts(name, shape):
     assert torch.allclose(out.double(), wanted, atol=2e-5)
     again, *_ = reference.fused_moe(x, logits, gate_up, down, k, residual_TH=residual, shared_TH=shared)
     assert torch.allclose(again.double(), wanted, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "shape", [(7, 5, 2, 64, 32), (1, 1, 1, 16, 16), (0, 3, 2, 16, 16), (16, 5, 1, 64, 48)]
+)
+def test_tensor_descriptors_bring_the_same(shape):
+    T, E, k, H, I = shape
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    x, logits, gate_up, down = layer(T, E, H, I, dtype)
+    logits[:, E // 2] += 3
+    plans = [TMA]
+    if ON_GPU:
+        tile = Tile(128, 64, 4, 3, group=4, tma=True)
+        plans = [
+            Plan(128, tile, tile),
+            Plan(64, tile, tile._replace(num_warps=8)),
+            Plan(128, tile, tile._replace(block_n=256)),
+        ]
+    for plan in plans:
+        out, ids, weights = fused_moe.fused_moe(x, logits, gate_up, down, k, use=plan)
+        wanted = loop_moe(x, ids, weights, gate_up, down)
+        assert torch.allclose(out.double(), wanted, atol=2e-5 if dtype is torch.float32 else 0.05)
 
 
 @pytest.mark.parametrize("name", ["some", "many"])

@@ -2,9 +2,9 @@
 
 import argparse
 
-from tinymoe.bench import card, engine, tables
+from tinymoe.bench import card, engine, kernels, tables, tiles
 
-SUITES = {"engine": engine, "card": card, "tables": tables}
+SUITES = {"engine": engine, "card": card, "kernels": kernels, "tiles": tiles, "tables": tables}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
