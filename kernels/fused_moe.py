@@ -123,24 +123,32 @@ class Plan(NamedTuple):
     down: Tile | DecodeTile
 
 
-INVARIANT = Plan(64, Tile(64, 64, 4, 3, group=8), Tile(64, 64, 4, 3, group=8))
+INVARIANT = Plan(64, Tile(64, 64, 4, 4, group=4), Tile(128, 64, 4, 3, group=4))
 
 
 def plan(
     num_tokens: int, num_experts: int, top_k: int, hidden: int, width: int, invariant: bool = False
 ) -> Plan:
-    """The regime and its tiles. Depends on the bucket of num_tokens (a power of two), so compilations are few."""
+    """The regime and its tiles, as `tinymoe bench tiles` ranked them on an H200. All depends on the bucket of num_tokens
+    (a power of two), so a model compiles few kernels."""
     if invariant:
         return INVARIANT
-    pairs = triton.next_power_of_2(max(1, num_tokens)) * top_k
-    if pairs <= 32:
-        return Plan(0, DecodeTile(16, 256, 4, 2), DecodeTile(8, 256, 4, 2))
+    bucket = triton.next_power_of_2(max(1, num_tokens))
+    pairs = bucket * top_k
     rows = pairs / num_experts  # of an expert, on average
+    if pairs <= 8 or (pairs <= 32 and rows <= 1):
+        if hidden >= 4096:
+            return Plan(0, DecodeTile(8, 512, 4, 3), DecodeTile(8, 512, 4, 3))
+        return Plan(0, DecodeTile(16, 256, 4, 3), DecodeTile(*((8, 512) if bucket == 1 else (16, 256)), 4, 3))
     if rows <= 8:
         return Plan(16, Tile(64, 128, 4, 3, swap=True), Tile(64, 128, 4, 4, swap=True))
-    if rows <= 48:
-        return Plan(64, Tile(64, 64, 4, 4, group=4), Tile(128, 64, 4, 4, group=4))
-    return Plan(128, Tile(128, 64, 8, 3, group=8), Tile(256, 64, 8, 3, group=8))
+    if rows <= 32:
+        return INVARIANT
+    # Copying rows into sorted order costs top_k * hidden a token, what it speeds up costs top_k * 3 * hidden * width.
+    copy = top_k * hidden < 12 * width
+    group = 16 if rows >= 2048 else 4
+    up_tile = Tile(128, 64, 8, 4, group=group, tma=copy)
+    return Plan(128, up_tile, Tile(256, 64, 8, 4 if rows < 768 else 3, group=4, tma=width >= 1024))
 
 
 # The layer

@@ -124,8 +124,9 @@ def loop_sort(ids, E, block):
 @pytest.mark.parametrize("block", [1, 16])
 def test_sort_is_stable_and_tiles_hold_one_expert(E, block):
     generator = torch.Generator().manual_seed(E)
-    cases = [torch.randint(-1, E, (T, K), generator=generator) for T, K in ((1, 1), (0, 2), (9, 2), (130, 1))]
-    cases += [torch.full((37, 1), E - 1), torch.full((3, 2), -1), torch.tensor([[0], [E], [E + 200]])]
+    sizes = ((1, 1), (0, 2), (9, 2), (130, 1)) if ON_GPU else ((1, 1), (0, 2), (9, 2), (33, 1))
+    cases = [torch.randint(-1, E, size, generator=generator) for size in sizes]
+    cases += [torch.full((19, 1), E - 1), torch.full((3, 2), -1), torch.tensor([[0], [E], [E + 200]])]
     for ids in cases:
         s = sort_tokens.sort_tokens(ids.int().to(DEVICE), E, block)
         order, offsets, tiles = loop_sort(ids, E, block)
@@ -139,14 +140,25 @@ def test_sort_is_stable_and_tiles_hold_one_expert(E, block):
 
 def test_counting_in_a_launch_of_its_own(monkeypatch):
     """What many pairs take, tried with few."""
-    monkeypatch.setattr(sort_tokens, "ALONE", 10)
     monkeypatch.setattr(sort_tokens, "CHUNK", 16)
-    ids = torch.randint(-1, 5, (50, 2), generator=torch.Generator().manual_seed(0))
-    s = sort_tokens.sort_tokens(ids.int().to(DEVICE), 5, 16)
-    order, offsets, tiles = loop_sort(ids, 5, 16)
-    assert s.order[: len(order)].tolist() == order
-    assert s.offsets.tolist() == offsets
-    assert s.tile_expert[: len(tiles)].tolist() == [e for e, _ in tiles]
+    for E, pairs in ((5, 100), (1, 17), (3, 33)):
+        ids = torch.randint(-1, E, (pairs, 1), generator=torch.Generator().manual_seed(0))
+        s = sort_tokens.sort_tokens(ids.int().to(DEVICE), E, 16)
+        order, offsets, tiles = loop_sort(ids, E, 16)
+        assert s.order[: len(order)].tolist() == order
+        assert s.offsets.tolist() == offsets
+        assert s.tile_expert[: len(tiles)].tolist() == [e for e, _ in tiles]
+
+
+@pytest.mark.skipif(not ON_GPU, reason="interpreted, this would take minutes")
+@pytest.mark.parametrize(("tokens", "E", "k"), [(4096, 128, 8), (65_537, 60, 4), (700, 257, 2)])
+def test_many_pairs_are_sorted_on_a_gpu(tokens, E, k):
+    ids = torch.randint(-1, E, (tokens, k), dtype=torch.int32, device="cuda")
+    ids[: tokens // 3] = E // 2
+    s = sort_tokens.sort_tokens(ids, E, 64)
+    order, offsets = reference.sort_tokens(ids, E)
+    assert torch.equal(s.order[: len(order)].long(), order)
+    assert torch.equal(s.offsets.long(), offsets)
 
 
 # The layer
@@ -323,7 +335,7 @@ def test_shapes_types_and_layouts_are_checked():
 @pytest.mark.parametrize("invariant", [False, True])
 def test_every_number_of_tokens_has_a_plan_and_they_are_few(invariant):
     plans = {fused_moe.plan(T, 128, 8, 2048, 768, invariant) for T in range(1, 3000)}
-    assert len(plans) <= (1 if invariant else 4)
+    assert len(plans) <= (1 if invariant else 6)
     for M in (1, 2, 3, 4, 5, 8, 9, 1000):  # a bucket shares one plan
         bucket = 1 << (M - 1).bit_length()
         assert fused_moe.plan(M, 128, 8, 2048, 768) == fused_moe.plan(bucket, 128, 8, 2048, 768)
