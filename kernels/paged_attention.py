@@ -29,6 +29,7 @@ WHOLE = 1 << 30  # a split that no context fills
 INVARIANT_SPLIT = 512
 SHORT_SPLITS = (128, 256, 512, 1024, 2048, 4096)  # the last bounds how long one program works
 CHUNK_SPLITS = (1024, 2048, 4096, 8192, 16384)
+SHORT_WINDOW = 256  # a window this short is not worth a merge
 SHORT_PROGRAMS = 528  # about as many programs as keep an H200 busy: 4 for each of 132 multiprocessors
 CHUNK_PROGRAMS = 264
 NOTHING = tl.constexpr(-1e30)  # a score that weighs nothing; finite, so that differences are never NaN
@@ -125,8 +126,9 @@ def attention_kernel(
     if WINDOWED:
         lo = tl.maximum(first + 1 - window, 0)
     if SPLIT:
-        lo = tl.maximum(lo, split * split_size)
-        hi = tl.minimum(hi, (split + 1) * split_size)
+        number = lo // split_size + split  # counted from the first split that this tile sees
+        lo = tl.maximum(lo, number * split_size)
+        hi = tl.minimum(hi, (number + 1) * split_size)
         if lo >= hi:
             return
 
@@ -218,13 +220,15 @@ def merge_kernel(
     if (queries < min_query) | (queries > max_query) | (token >= queries) | (context <= 0):
         return
     position = context - queries + token
-    lo = 0
+    lo, tile_lo = 0, 0
     if WINDOWED:
         lo = tl.maximum(position + 1 - window, 0)
+        tile_lo = tl.maximum(position - token % TOKENS + 1 - window, 0)
     h = tl.arange(0, H)[None, :]
     r = token % TOKENS * GROUP + head % GROUP + tl.arange(0, 1)
     groups = tl.num_programs(0) // GROUP
     part = ((sequence.to(tl.int64) * num_tiles + token // TOKENS) * groups + head // GROUP) * num_splits
+    part -= tile_lo // split_size
     top, l = tl.full((1,), NOTHING, tl.float32), tl.zeros((1,), tl.float32)
     acc = tl.zeros((1, H), tl.float32)
     for split in tl.range(lo // split_size, position // split_size + 1, loop_unroll_factor=8):
@@ -250,7 +254,7 @@ def short_tile(head_dim: int, group: int, rows: int, wide: bool) -> Tile:
     """For sequences of at most `rows` rows: bound by bandwidth. wide: float32, which has no tensor cores."""
     fit = max(16 if rows <= 16 else 64, power_of_2(group))
     if wide:
-        return Tile(max(16, power_of_2(group)), 32, 4, 2)
+        return Tile(max(16, power_of_2(group)), 16 if head_dim == 128 else 32, 4, 2)
     if fit <= 32:
         return Tile(fit, 64, 8, 5) if head_dim == 128 else Tile(fit, 128, 4, 5)
     return Tile(fit, 64, max(4, fit // 16), 3 if head_dim == 128 else 5)
@@ -299,7 +303,11 @@ def launch_attention(
     (_, N, H), (_, page, G, _), S = q.shape, k_cache.shape, len(context_lens)
     group = N // G
     num_tiles = ceil_div(queries[1], tile.rows // group)
-    num_splits = 1 if in_order else ceil_div(max_context, split)
+    num_splits = ceil_div(max_context, split)
+    if window is not None:
+        num_splits = min(num_splits, ceil_div(window + tile.rows // group - 1, split) + 1)
+    if in_order:
+        num_splits = 1
     parts = num_splits > 1
     part_acc = part_ml = out
     if parts:
@@ -383,7 +391,10 @@ def paged_attention(
     if min_query_len <= short:
         size = split or INVARIANT_SPLIT
         if not invariant and split is None:
-            size = split_for(S * G, max_context, SHORT_SPLITS, SHORT_PROGRAMS, SHORT_SPLITS[-1])
+            seen = max_context if window is None else min(max_context, window)
+            size = split_for(S * G, seen, SHORT_SPLITS, SHORT_PROGRAMS, SHORT_SPLITS[-1])
+            if window is not None and seen <= SHORT_WINDOW:
+                size = WHOLE
         launch_attention(
             *tensors, tile=tile, queries=(1, short), max_context=max_context, split=size, window=window
         )

@@ -141,9 +141,10 @@ def vectors(ptx: str) -> int:
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_decode(head_dim, tmp_path):
-    for options in ({}, {"window": 128}):
-        [call], [merge] = attention_calls(32, 8, head_dim, 1, **options)
-        assert call[2]["SPLIT"]
+    for options in ({}, {"window": 128}, {"window": 1024}):
+        [call], merges = attention_calls(32, 8, head_dim, 1, **options)
+        assert call[2]["SPLIT"] == (options != {"window": 128})
+        assert [build(merge, tmp_path).spilled for merge in merges] == [0] * call[2]["SPLIT"]
         assert call[2]["ROWS"] == 16
         made = build(call, tmp_path)
         assert made.spilled == 0
@@ -151,7 +152,6 @@ def test_decode(head_dim, tmp_path):
         assert 3 * (made.shared + 1024) <= 228 * 1024
         assert "mma.sync" in made.ptx
         assert vectors(made.ptx)
-    assert build(merge, tmp_path).spilled == 0
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
