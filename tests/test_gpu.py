@@ -21,7 +21,7 @@ SEEDED = SamplingParams(temperature=1, top_p=0.95, max_tokens=32, seed=5, ignore
 
 @pytest.fixture(scope="module")
 def plain():
-    """Greedy continuations by the plain loop, float32 on the GPU."""
+    """Greedy continuations by the plain loop, float32 on the GPU. Gradients are on, so no kernel of ours takes part."""
     torch.backends.cuda.matmul.allow_tf32 = False
     llm = LLM("quintet-moe", device="cuda", dtype="float32")
     model, tokenizer = llm.engine.runner.model, llm.get_tokenizer()
@@ -31,7 +31,7 @@ def plain():
         start = len(ids)
         for _ in range(32):
             flat = torch.tensor(ids, device="cuda")
-            with torch.inference_mode():
+            with torch.enable_grad():
                 logits = model(flat, torch.arange(len(ids), device="cuda"), CausalAttend(1, len(ids)))
             ids.append(int(logits[-1].argmax()))
         found.append(ids[start:])

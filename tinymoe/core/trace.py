@@ -87,7 +87,7 @@ WAIT_REASONS = (
     "a request was preempted in this step",
     "its prefix is being computed by another request in this step",
 )
-PATHS = ("loop", "gather", "grouped", "masked", "blocked", "padded")
+PATHS = ("loop", "gather", "grouped", "masked", "blocked", "padded", "fused")
 # route.margin: gap between the last chosen and the first rejected expert's score; below 1000 (1e-3) the choice may
 # differ between machines in the last bit, so comparisons skip such events.
 

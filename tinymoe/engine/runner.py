@@ -8,6 +8,7 @@ from tinymoe.cache.storage import KVStorage
 from tinymoe.engine.batch import Batch
 from tinymoe.engine.routes import RouteRecorder
 from tinymoe.model.decoder import Decoder
+from tinymoe.model.moe import MoE
 
 
 class PagedAttend:
@@ -36,6 +37,7 @@ class Runner:
         self.storage = storage
         self.recorder = recorder
         self.device = storage.kv.device
+        recorder.path = next((m.path for m in model.modules() if isinstance(m, MoE)), recorder.path)
         self.windows = [layer.sliding_window for layer in model.config.layers]
 
     @torch.inference_mode()

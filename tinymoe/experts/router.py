@@ -1,5 +1,7 @@
 """The router: which experts a token visits, and with what weights."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,16 +27,22 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, D] -> logits [T, E] float32, expert ids [T, K] int64 (best first), weights [T, K] float32."""
-        logits_TE = F.linear(x_TD.float(), self.weight.float())
-        c = self.config
-        ids_TK, weights_TK = ops.topk_softmax(
-            logits_TE,
-            c.top_k,
-            scoring=c.scoring,
-            selection_bias_E=self.selection_bias,
-            n_group=c.n_group,
-            topk_group=c.topk_group,
-            renormalize=c.norm_topk_prob,
-            scale=c.routed_scaling_factor,
-        )
+        logits_TE = self.logits(x_TD)
+        ids_TK, weights_TK = ops.topk_softmax(logits_TE, self.config.top_k, **self.options())
         return logits_TE, ids_TK, weights_TK
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """x [T, D] -> [T, E] float32."""
+        return F.linear(x_TD.float(), self.weight.float())
+
+    def options(self) -> dict[str, Any]:
+        """How to choose, for ops.topk_softmax and ops.fused_moe."""
+        c = self.config
+        return {
+            "scoring": c.scoring,
+            "selection_bias_E": self.selection_bias,
+            "n_group": c.n_group,
+            "topk_group": c.topk_group,
+            "renormalize": c.norm_topk_prob,
+            "scale": c.routed_scaling_factor,
+        }

@@ -27,7 +27,7 @@ class Attention(nn.Module):
         N, G, H = self.heads
         self.qkv = nn.Linear(config.hidden_size, (N + 2 * G) * H, bias=config.qkv_bias)
         self.out = nn.Linear(N * H, config.hidden_size, bias=config.attention_output_bias)
-        self.qk_norm = config.qk_norm
+        self.qk_norm, self.eps = config.qk_norm, config.rms_norm_eps
         self.clip_qkv = config.clip_qkv
         if config.qk_norm is not None:
             widths = (H, H) if config.qk_norm == "head" else (N * H, G * H)
@@ -43,12 +43,9 @@ class Attention(nn.Module):
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
         if self.clip_qkv is not None:
             qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
-        # One norm and one rotation for queries and keys together: half the launches.
-        qk_TMH, v_TGH = qkv.view(T, N + 2 * G, H).split((N + G, G), dim=1)
-        if self.qk_norm == "head":
-            scale_MH = torch.cat((self.q_norm.weight.expand(N, H), self.k_norm.weight.expand(G, H)))
-            qk_TMH = ops.rms_norm(qk_TMH, scale_MH, self.q_norm.eps)
-        q_TNH, k_TGH = ops.rope(qk_TMH, cos_TR, sin_TR).split((N, G), dim=1)
+        per_head = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm == "head" else (None, None)
+        q_TNH, k_TGH = ops.rotate(qkv, cos_TR, sin_TR, self.heads, *per_head, eps=self.eps)
+        v_TGH = qkv.view(T, N + 2 * G, H)[:, N + G :]
         o_TNH = attend(self.layer, q_TNH, k_TGH, v_TGH)
         return self.out(o_TNH.reshape(T, N * H))
 

@@ -3,8 +3,10 @@
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tinymoe import ops
 from tinymoe.core.model_config import MoEConfig
 from tinymoe.experts import paths
 from tinymoe.experts.dispatch import LocalDispatch
@@ -33,7 +35,11 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """One Mixture-of-Experts block (dropless: every chosen expert runs)."""
+    """One Mixture-of-Experts block (dropless: every chosen expert runs).
+
+    path: how the experts run, a name of experts.paths.PATHS, or "fused" (SwiGLU only): the whole block is one operation,
+    which on a GPU means the fused kernels.
+    """
 
     def __init__(self, config: MoEConfig, hidden_size: int, layer: int, act: Activation):
         super().__init__()
@@ -48,8 +54,17 @@ class MoE(nn.Module):
             if config.shared_gate:
                 self.shared_gate = nn.Linear(hidden_size, 1, bias=False)
 
+    def prepare(self, device: torch.device) -> None:
+        """After loading, for serving: the weights' layout on a CPU, the fused kernels on a GPU that has them."""
+        if device.type == "cpu":
+            self.experts.lay_out_for_cpu()
+        elif ops.gpu.AVAILABLE and device.type == "cuda" and self.act is F.silu:
+            self.path = "fused"
+
     def forward(self, x_TD: Tensor, sink: RouteSink | None = None) -> Tensor:
         """x [T, D] -> [T, D]."""
+        if self.path == "fused":
+            return self._fused(x_TD, sink)
         logits_TE, ids_TK, weights_TK = self.router(x_TD)
         if sink is not None:
             sink.route(self.layer, logits_TE, ids_TK, weights_TK)
@@ -60,9 +75,27 @@ class MoE(nn.Module):
             sent = self.dispatcher.dispatch(x_TD, ids_TK)
             y_PD = paths.run(self.path, sent.rows_PD, sent.counts_E, gate_up, down, self.act)
             y_TD = self.dispatcher.combine(y_PD, sent, weights_TK)
+        shared_TD = self._shared(x_TD)
+        return y_TD if shared_TD is None else y_TD + shared_TD
+
+    def _shared(self, x_TD: Tensor) -> Tensor | None:
         if self.shared is None:
-            return y_TD
+            return None
         shared_TD = self.shared(x_TD)
-        if self.shared_gate is not None:
-            shared_TD = shared_TD * self.shared_gate(x_TD).sigmoid()
-        return y_TD + shared_TD
+        return shared_TD if self.shared_gate is None else shared_TD * self.shared_gate(x_TD).sigmoid()
+
+    def _fused(self, x_TD: Tensor, sink: RouteSink | None) -> Tensor:
+        """Routing, experts, combine and the shared expert's addition by one operation."""
+        logits_TE = self.router.logits(x_TD)
+        out_TD, ids_TK, weights_TK = ops.fused_moe(
+            x_TD,
+            logits_TE,
+            self.experts.gate_up,
+            self.experts.down,
+            self.config.top_k,
+            shared_TH=self._shared(x_TD),
+            **self.router.options(),
+        )
+        if sink is not None:
+            sink.route(self.layer, logits_TE, ids_TK, weights_TK)
+        return out_TD

@@ -21,7 +21,7 @@ from tinymoe.core.model_config import ConfigError, ModelConfig
 from tinymoe.model.decoder import Decoder
 from tinymoe.model.families import model_config_from_hf
 from tinymoe.model.hf_config import hf_config
-from tinymoe.model.moe import Experts
+from tinymoe.model.moe import MoE
 from tinymoe.model.tensor_names import Slot, num_rows, tensor_slots, to_hf
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -264,10 +264,9 @@ def load_model(folder: str | Path, dtype: Dtype = "auto", device: str | torch.de
             model = Decoder(checkpoint.model_config)
         _materialise(model, kept, torch.device(device))
         _fill(checkpoint, slots, model)
-    if torch.device(device).type == "cpu":
-        for module in model.modules():
-            if isinstance(module, Experts):
-                module.lay_out_for_cpu()
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.prepare(torch.device(device))
     return model.eval()
 
 

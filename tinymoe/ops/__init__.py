@@ -1,16 +1,94 @@
-"""The seam to the kernels: one name per operation. Today each is the reference; Triton kernels take their place later."""
+"""The seam to the kernels: one name per operation. On a CUDA device Triton runs, elsewhere the torch reference (see gpu)."""
 
-from tinymoe.ops.paged_attention import AttentionPlan, paged_attention, plan_attention
-from tinymoe.ops.reference import causal_attention, causal_mask, gather_pages, rms_norm, rope, topk_softmax
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tinymoe.ops import gpu, reference
+from tinymoe.ops import paged_attention as paged
+from tinymoe.ops.paged_attention import AttentionPlan
+from tinymoe.ops.reference import causal_attention, causal_mask, gather_pages, rope
 
 __all__ = [
     "AttentionPlan",
     "causal_attention",
     "causal_mask",
+    "fused_moe",
     "gather_pages",
     "paged_attention",
     "plan_attention",
     "rms_norm",
     "rope",
+    "rotate",
     "topk_softmax",
 ]
+
+
+def topk_softmax(logits_TE: Tensor, top_k: int, **options: Any) -> tuple[Tensor, Tensor]:
+    """Expert ids [T, K] int64, best first, and weights [T, K] float32: see reference.topk_softmax."""
+    if gpu.serves(logits_TE):
+        ids_TK, weights_TK = gpu.routing.topk_softmax(logits_TE, top_k, **options)
+        return ids_TK.long(), weights_TK
+    return reference.topk_softmax(logits_TE, top_k, **options)
+
+
+def fused_moe(
+    x_TH: Tensor, logits_TE: Tensor, gate_up_E2IH: Tensor, down_EHI: Tensor, top_k: int, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One Mixture-of-Experts layer with SwiGLU: out [T, H], ids [T, K] int64, weights [T, K]: see reference.fused_moe."""
+    if gpu.serves(x_TH):
+        out_TH, ids_TK, weights_TK = gpu.moe.fused_moe(
+            x_TH, logits_TE, gate_up_E2IH, down_EHI, top_k, **options
+        )
+        return out_TH, ids_TK.long(), weights_TK
+    return reference.fused_moe(x_TH, logits_TE, gate_up_E2IH, down_EHI, top_k, **options)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * weight: see reference.rms_norm."""
+    if gpu.serves(x) and weight.dim() == 1:
+        return gpu.norm.rms_norm(x, weight, eps)
+    return reference.rms_norm(x, weight, eps)
+
+
+def rotate(
+    qkv: Tensor,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    heads: tuple[int, int, int],
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """qkv [T, (N + 2G) * H], heads (N, G, H) -> q [T, N, H] and k [T, G, H], normed over each head if weights [H] are
+    given, and rotated by cos and sin [T, R]."""
+    if gpu.serves(qkv):
+        return gpu.rotary.rope(qkv, cos_TR, sin_TR, heads, q_weight=q_weight, k_weight=k_weight, eps=eps)
+    N, G, H = heads
+    qk_TMH = qkv.view(qkv.shape[0], N + 2 * G, H)[
+        :, : N + G
+    ]  # one norm and one rotation for both: half the launches
+    if q_weight is not None and k_weight is not None:
+        scale_MH = torch.cat((q_weight.expand(N, H), k_weight.expand(G, H)))
+        qk_TMH = reference.rms_norm(qk_TMH, scale_MH, eps)
+    q_TNH, k_TGH = rope(qk_TMH, cos_TR, sin_TR).split((N, G), dim=1)
+    return q_TNH, k_TGH
+
+
+def plan_attention(
+    spans: list, block_size: int, window: int | None, device: torch.device | str = "cpu"
+) -> AttentionPlan | gpu.PagePlan:
+    """How the tokens of one step attend, made once a step: spans (start, stop, context, block table)."""
+    if gpu.AVAILABLE and torch.device(device).type == "cuda":
+        return gpu.plan_pages(spans, window, device)
+    return paged.plan_attention(spans, block_size, window, device)
+
+
+def paged_attention(
+    q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan | gpu.PagePlan
+) -> Tensor:
+    """q [T, N, H] over caches [num_blocks, block_size, G, H] -> [T, N, H]; the step's own keys and values are in them."""
+    if isinstance(plan, gpu.PagePlan):
+        return gpu.attend(q_TNH, k_cache, v_cache, plan)
+    return paged.paged_attention(q_TNH, k_cache, v_cache, plan)
