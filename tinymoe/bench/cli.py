@@ -2,9 +2,17 @@
 
 import argparse
 
-from tinymoe.bench import card, engine, kernels, tables, tiles
+from tinymoe.bench import card, engine, tables
+from tinymoe.bench.gpu import attention, moe, tiles
 
-SUITES = {"engine": engine, "card": card, "kernels": kernels, "tiles": tiles, "tables": tables}
+SUITES = {
+    "engine": engine,
+    "card": card,
+    "kernels": moe,
+    "attention": attention,
+    "tiles": tiles,
+    "tables": tables,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -228,7 +228,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out and rows:
         write_results(
             arguments.out,
-            command=f"tinymoe bench kernels --repeats {arguments.repeats} --out {arguments.out}",
+            command=f"tinymoe.bench.gpu.moe --repeats {arguments.repeats} --out {arguments.out}",
             rows=rows,
             ceilings=limits,
             packages=["triton"],

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from tinymoe.bench.kernels import SHAPES, TOKENS, Layer, draw, inputs, replay
+from tinymoe.bench.gpu.moe import SHAPES, TOKENS, Layer, draw, inputs, replay
 from tinymoe.bench.results import timing
 from tinymoe.ops import gpu
 
