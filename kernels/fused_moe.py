@@ -126,13 +126,22 @@ class Plan(NamedTuple):
 INVARIANT = Plan(64, Tile(64, 64, 4, 4, group=4), Tile(128, 64, 4, 3, group=4))
 
 
+WIDE = Plan(64, Tile(32, 32, 4, 2, group=4), Tile(64, 32, 4, 2, group=4))
+
+
 def plan(
-    num_tokens: int, num_experts: int, top_k: int, hidden: int, width: int, invariant: bool = False
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    hidden: int,
+    width: int,
+    invariant: bool = False,
+    wide: bool = False,
 ) -> Plan:
     """The regime and its tiles, as `tinymoe bench tiles` ranked them on an H200. All depends on the bucket of num_tokens
-    (a power of two), so a model compiles few kernels."""
+    (a power of two), so a model compiles few kernels. wide: float32, whose tiles need twice the room."""
     if invariant:
-        return INVARIANT
+        return WIDE if wide else INVARIANT
     bucket = triton.next_power_of_2(max(1, num_tokens))
     pairs = bucket * top_k
     rows = pairs / num_experts  # of an expert, on average
@@ -140,6 +149,8 @@ def plan(
         if hidden >= 4096:
             return Plan(0, DecodeTile(8, 512, 4, 3), DecodeTile(8, 512, 4, 3))
         return Plan(0, DecodeTile(16, 256, 4, 3), DecodeTile(*((8, 512) if bucket == 1 else (16, 256)), 4, 3))
+    if wide:
+        return WIDE
     if rows <= 8:
         return Plan(16, Tile(64, 128, 4, 3, swap=True), Tile(64, 128, 4, 4, swap=True))
     if rows <= 32:
@@ -176,7 +187,7 @@ def fused_moe(
     T, H = x_TH.shape
     E, I = gate_up_E2IH.shape[0], gate_up_E2IH.shape[1] // 2
     _check(x_TH, logits_TE, gate_up_E2IH, down_EHI)
-    chosen = use or plan(T, E, top_k, H, I, invariant)
+    chosen = use or plan(T, E, top_k, H, I, invariant, x_TH.dtype is torch.float32)
     out_TH = torch.empty(T, H, dtype=x_TH.dtype, device=x_TH.device)
     h_PI = torch.empty(T * top_k, I, dtype=x_TH.dtype, device=x_TH.device)
     if not isinstance(chosen.up, DecodeTile):

@@ -332,6 +332,28 @@ def test_shapes_types_and_layouts_are_checked():
         fused_moe.fused_moe(x, logits, gate_up.transpose(1, 2).contiguous().transpose(1, 2), down, 2)
 
 
+@pytest.mark.skipif(not ON_GPU, reason="tiles of the real size")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(16, 2, 192, 192), (64, 6, 512, 704), (8, 2, 512, 1024), (60, 4, 257, 100)]
+)
+def test_planned_tiles_for_every_bucket(shape, dtype):
+    E, k, H, I = shape
+    for T in (1, 2, 4, 9, 33, 130, 700, 5000):
+        x, logits, gate_up, down = layer(T, E, H, I, dtype)
+        out, ids, weights = fused_moe.fused_moe(x, logits, gate_up, down, k)
+        rows = slice(max(0, T - 40), T)
+        wanted = reference.fused_moe(x[rows].float(), logits[rows].float(), gate_up.float(), down.float(), k)[
+            0
+        ]
+        error = (out[rows].float() - wanted).norm() / wanted.norm()
+        assert error < (2e-5 if dtype is torch.float32 else 0.02), (T, error)
+        if T > 1:
+            same, *_ = fused_moe.fused_moe(x, logits, gate_up, down, k, invariant=True)
+            alone, *_ = fused_moe.fused_moe(x[:1], logits[:1], gate_up, down, k, invariant=True)
+            assert torch.equal(same[:1], alone)
+
+
 @pytest.mark.parametrize("invariant", [False, True])
 def test_every_number_of_tokens_has_a_plan_and_they_are_few(invariant):
     plans = {fused_moe.plan(T, 128, 8, 2048, 768, invariant) for T in range(1, 3000)}
