@@ -5,6 +5,7 @@ import json
 import threading
 
 import pytest
+import traitlets
 from lab_simulator import Simulator, record
 
 from tinymoe import lab
@@ -320,6 +321,118 @@ def test_each_step_of_the_engine_is_shown():
     replay.seek(-1)
     assert [e.data for e in w.moments] == [e.data for e in replay.moments]
     assert w._repr_mimebundle_()[REPLAY] == replay._repr_mimebundle_()[REPLAY]
+
+
+def agrees(w, view):
+    """Text, caption and picture tell of the same moment."""
+    assert w.controls.caption == w.text == view.caption(w.frame)
+    assert w.controls.drawn == w.controls.at
+    picture = w.children[1]
+    assert (picture.frame if hasattr(picture, "frame") else picture._frame) == w.frame
+
+
+@pytest.mark.parametrize(("make", "view"), ALL)
+def test_text_caption_and_picture_agree_after_each_step(make, view):
+    """Also after the first one, which moves `at` from 0 to 0, and when a moment grows while it is shown."""
+    engine = Simulator(seed=5, requests=3)
+    w = make(live=engine)
+    agrees(w, view)
+    empty = w.text
+    w.step()
+    assert w.text != empty
+    agrees(w, view)
+    while engine.has_unfinished_requests():
+        engine.step()  # somebody else
+        w.seek(0)
+        agrees(w, view)
+        w._repr_mimebundle_()
+        agrees(w, view)
+        w.step()
+        agrees(w, view)
+
+
+def test_a_bundle_of_a_live_widget_is_what_the_widget_shows():
+    engine = Simulator(seed=5)
+    w = ScheduleChart(live=engine)
+    engine.step()
+    bundle = bundle_of(w)
+    assert bundle["text/plain"] == w.controls.caption
+    agrees(w, schedule)
+
+
+def test_the_first_step_redraws_the_plots():
+    engine = Simulator(seed=5)
+    w = ExpertLoad(live=engine)
+    w.step()
+    assert [list(row) for row in w.children[1].data[0].text] == w.frame["counts"] != []
+
+
+def test_an_idle_engine_is_not_stepped_and_its_idle_steps_are_no_moments():
+    engine = Simulator(seed=5, requests=1)
+    charts = [make(live=engine) for make, _ in ALL]
+    while engine.has_unfinished_requests():
+        charts[0].step()
+    stepped, counts = len(engine.history), []
+    for idle_of_others in (False, True):
+        for w in charts:
+            w.step()
+            w.seek(-1)
+        counts.append([w.controls.count for w in charts])
+        assert len(engine.history) == stepped
+        if not idle_of_others:
+            engine.trace.step = 99
+            engine.trace.emit("step", "", budget=12, used=0, running=0, waiting=0)
+    assert counts[0] == counts[1]
+    engine.trace.emit("step", "", budget=12, used=0, running=0, waiting=1)  # somebody waits: to be shown
+    charts[4].seek(-1)
+    assert charts[4].text.startswith("Step 99: 0 of 12 tokens")
+
+
+def test_an_llm_is_taken_for_its_engine():
+    class LLM:
+        engine = Simulator(seed=5)
+
+    class Blocks:
+        class pool:
+            num_blocks = 24
+
+        block_size = 4
+
+    LLM.engine.blocks = Blocks
+    w = PageTable(live=LLM())
+    w.step()
+    assert len(w.frame["owners"]) == 24
+    with pytest.raises(TypeError, match="live must be an Engine or an LLM, got int"):
+        ScheduleChart(live=3)
+    with pytest.raises(TypeError, match="live must be an Engine or an LLM, got str"):
+        PageTable(live="quintet-moe")
+    with pytest.raises(TypeError, match=r"events must be a recording .*, got LLM; an engine goes into live="):
+        ScheduleChart(LLM())
+
+
+def test_what_cannot_be_shown_is_clamped_or_refused(events):
+    w = ExpertLoad(events)
+    for at, shown in ((10**6, w.controls.count - 1), (-7, 0)):
+        w.controls.at = at
+        assert w.controls.at == shown == w.controls.drawn
+    empty = ExpertLoad(Recording())
+    empty.controls.at = 3
+    assert empty.controls.at == 0
+    with pytest.raises(TypeError, match=r"seek takes the number of a moment \(an int\), got 'x'"):
+        w.seek("x")
+    for wrong in ("foo", "cell", "cell 1", "block x", "seq -1", "seq 1 2", "expert 3"):
+        with pytest.raises(ValueError, match=r"selection must be one of block NUMBER, .*, got"):
+            w.children[1].selection = wrong
+        assert w.children[1].selection == ""
+    w.children[1].selection = "cell 99 99"
+    assert w.controls.why == []
+    quiz = Predict(events, pages.moments(events)[20], "free", num_blocks=16)
+    for wrong in (99, -2):
+        with pytest.raises(
+            traitlets.TraitError, match=f"choice must be in 0..4, or -1 for none yet, got {wrong}"
+        ):
+            quiz.choice = wrong
+    assert not quiz.answered
 
 
 def test_the_button_steps_and_errors_are_shown():

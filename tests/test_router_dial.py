@@ -84,6 +84,19 @@ def test_a_click_turns_another_expert():
     )
 
 
+def test_several_equals_and_a_wrong_click():
+    dial = RouterDial([0.5, 1.5, 1.5, -1.0], expert=0)
+    dial.seek([e.logit for e in dial.moments].index(150))
+    assert ", level with experts 1 and 2: the lower number goes first" in dial.text
+    before = dial.text
+    for wrong in ("foo", "expert", "expert x", "seq 1"):
+        with pytest.raises(ValueError, match="selection must be one of expert NUMBER, got"):
+            dial.children[1].selection = wrong
+    with pytest.raises(ValueError, match=r"expert must be in 0..3, got 9"):
+        dial.children[1].selection = "expert 9"
+    assert dial.text == before
+
+
 def test_why_names_the_line_that_calls_the_engines_router():
     dial = RouterDial(LOGITS, expert=3)
     assert [r.src for r in dial.why()] == [SRC]

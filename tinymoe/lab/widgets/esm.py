@@ -52,9 +52,14 @@ class Controls(Deferred, anywidget.AnyWidget):
     why = traitlets.List().tag(sync=True)
     table = traitlets.List().tag(sync=True)
 
+    @traitlets.validate("at")
+    def _within(self, proposal: dict[str, Any]) -> int:
+        """Beyond the ends it stops there, whoever sets it."""
+        return max(0, min(self.count - 1, proposal["value"]))
+
 
 class EsmPicture(anywidget.AnyWidget):
-    """Draws `frame`; `selection` is what the reader clicked, "block 3" or "seq 1"."""
+    """Draws `frame`; `selection` is what the reader clicked, "block 3" or "seq 1" (see scrubber.clicked)."""
 
     frame = traitlets.Dict().tag(sync=True)
     selection = traitlets.Unicode().tag(sync=True)

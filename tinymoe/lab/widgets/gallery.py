@@ -7,6 +7,7 @@ from typing import Any
 from tinymoe.core.trace import Event
 from tinymoe.lab.frames import flow, load, pages, prefix, schedule
 from tinymoe.lab.widgets.esm import PageTablePicture, PrefixTreePicture, ScheduleChartPicture
+from tinymoe.lab.widgets.live import engine_of
 from tinymoe.lab.widgets.plots import Drawing, FlowRibbons, LoadMap, PlotPicture
 from tinymoe.lab.widgets.scrubber import Live, Picture, Scrubber
 
@@ -45,8 +46,9 @@ def _schedule(window: int) -> Picture:
     )
 
 
-def _of(thing: Any, *names: str, default: Any = None) -> Any:
-    """thing.a.b.c, or the default where an attribute is missing: engines differ, options can be given by hand."""
+def _of(live: Any, *names: str, default: Any = None) -> Any:
+    """engine.a.b.c, or the default where an attribute is missing: engines differ, options can be given by hand."""
+    thing = None if live is None else engine_of(live)
     for name in names:
         thing = getattr(thing, name, None)
         if thing is None:

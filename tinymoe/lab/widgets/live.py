@@ -26,6 +26,14 @@ class Live(Protocol):
     def has_unfinished_requests(self) -> bool: ...
 
 
+def engine_of(live: Any) -> Live:
+    """The engine itself, also of an LLM. Raises TypeError for what cannot be stepped."""
+    engine: Any = live if hasattr(live, "step") else getattr(live, "engine", None)
+    if not all(hasattr(engine, name) for name in ("trace", "step", "has_unfinished_requests")):
+        raise TypeError(f"live must be an Engine or an LLM, got {type(live).__name__}")
+    return engine
+
+
 class Driver:
     """engine: None in a replay. after: called when the engine has run a step. Listens to the controls' live buttons."""
 
@@ -46,7 +54,8 @@ class Driver:
     def step(self) -> None:
         engine = self._wanted()
         with self._lock:
-            engine.step()
+            if engine.has_unfinished_requests():  # else it would count a step in which nothing runs
+                engine.step()
         self._after()
 
     def run(self) -> asyncio.Task:

@@ -87,6 +87,13 @@ class Predict(anywidget.AnyWidget):
     def __init__(self, events: Sequence[Event], at: int, question: str, *, num_blocks: int | None = None):
         super().__init__(frame=quiz(events, at, question, num_blocks=num_blocks))
 
+    @traitlets.validate("choice")
+    def _among(self, proposal: dict[str, Any]) -> int:
+        choice, most = proposal["value"], len(self.frame["choices"]) - 1
+        if not -1 <= choice <= most:
+            raise traitlets.TraitError(f"choice must be in 0..{most}, or -1 for none yet, got {choice}")
+        return choice
+
     @property
     def text(self) -> str:
         return f"Predict: {self.frame['question']} {' / '.join(self.frame['choices'])}"

@@ -6,6 +6,8 @@ JupyterLab the buttons do the same.
 """
 
 import asyncio
+import operator
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from tinymoe.lab.frames.view import Frame, View, last_by, last_change
 from tinymoe.lab.frames.why import Reason, explain, source
 from tinymoe.lab.widgets import replay
 from tinymoe.lab.widgets.esm import Controls
-from tinymoe.lab.widgets.live import Driver, Live
+from tinymoe.lab.widgets.live import Driver, Live, engine_of
 from tinymoe.lab.widgets.plots import Drawing
 
 MOST_REASONS = 8
@@ -40,8 +42,25 @@ class Picture:
         return self.view.frame(events, i, **self.options)
 
 
+def clicked(selection: str, *things: str) -> tuple[str, list[int]]:
+    """ "cell 2 5" -> ("cell", [2, 5]). things: what may be clicked, with its numbers, as in "cell ROW EXPERT".
+
+    Raises ValueError for anything else.
+    """
+    what, *numbers = selection.split()
+    known = {thing.split()[0]: len(thing.split()) - 1 for thing in things}
+    if known.get(what) != len(numbers) or not all(re.fullmatch(r"[0-9]+", n) for n in numbers):
+        raise ValueError(f"selection must be one of {', '.join(things)}, got {selection!r}")
+    return what, [int(n) for n in numbers]
+
+
+def _idle(event: Event) -> bool:
+    """A step of an engine that had nothing to do is no moment: a server may take thousands of them."""
+    return event.kind == "step" and not (event.used or event.running or event.waiting)
+
+
 class Scrubber(ipywidgets.VBox):
-    """events: a recording to replay. live: an engine to step; its trace is recorded from now on, so make the widget
+    """events: a recording to replay. live: an engine to step, or an LLM for its engine; its trace is recorded from now on, so make the widget
     before the first request. lock: shared by all who step this engine (default: the engine's own, or a new one).
 
     With several pictures there is one moment a step, else the moments of the picture's view.
@@ -58,13 +77,18 @@ class Scrubber(ipywidgets.VBox):
     ):
         if (events is None) == (live is None):
             raise ValueError("give a recording to replay, or live=engine to step, and not both")
+        if not isinstance(events, Sequence | None) or isinstance(events, str):
+            raise TypeError(
+                f"events must be a recording (a list of events), got {type(events).__name__}; an engine goes into live="
+            )
+        live = None if live is None else engine_of(live)
         self._pictures = pictures
         self._kinds = frozenset().union(*(p.view.KINDS for p in pictures))
         self._changes = frozenset().union(*(p.view.CHANGES for p in pictures))
         self._decisive = frozenset().union(*(p.view.DECISIONS for p in pictures))
         self._source: Sequence[Event] = live.trace.start() if live is not None else events or Recording()
         self._taken, self._events, self._moments = 0, [], []
-        self._subject = ""  # what the reader clicked
+        self._subject: tuple[str, list[int]] | None = None  # what the reader clicked
         self.controls = Controls(label=label or pictures[0].label, live=live is not None)
         self._take()
         for picture in pictures:
@@ -100,10 +124,18 @@ class Scrubber(ipywidgets.VBox):
         return self._pictures[0].view.table(self.frame)
 
     def seek(self, i: int) -> None:
-        """Show moment i; negative ones count from the end, as in a list. Beyond the ends it stops there."""
-        self._take()
-        last = max(0, len(self._moments) - 1)
-        self.controls.at = max(0, min(last, i + last + 1 if i < 0 else i))
+        """Show moment i; negative ones count from the end, as in a list. Beyond the ends it stops there.
+
+        Raises TypeError if i is no integer.
+        """
+        try:
+            i = operator.index(i)
+        except TypeError:
+            raise TypeError(f"seek takes the number of a moment (an int), got {i!r}") from None
+        new, at = self._take(), self.controls.at
+        self.controls.at = i + len(self._moments) if i < 0 else i
+        if new and self.controls.at == at:  # no change is announced, yet this moment may be new or have grown
+            self._draw()
 
     def next_decision(self) -> bool:
         """Go to the next moment at which the engine decided something; False if there is none."""
@@ -132,8 +164,8 @@ class Scrubber(ipywidgets.VBox):
 
     def _clicked(self, change: dict) -> None:
         if change["new"]:
-            self._subject = change["new"]
             change["owner"].selection = ""  # so that the same cell can be asked again
+            self._subject = clicked(change["new"], "block NUMBER", "seq NUMBER", "cell ROW EXPERT")
             self.controls.show_why = True
             self._answer()
 
@@ -143,13 +175,13 @@ class Scrubber(ipywidgets.VBox):
     def _index(self) -> int:
         return self._moments[self.controls.at] if self._moments else -1
 
-    def _take(self) -> None:
-        """Read what the source has recorded since, and find the moments."""
+    def _take(self) -> bool:
+        """Read what the source has recorded since, and find the moments. Whether there was anything."""
         if self._taken == len(self._source) and self._taken:
-            return
+            return False
         new = self._source[self._taken :]
         self._taken += len(new)
-        self._events += [e for e in new if e.kind in self._kinds]
+        self._events += [e for e in new if e.kind in self._kinds and not _idle(e)]
         first = self._pictures[0]
         if len(self._pictures) > 1:
             self._moments = last_by(self._events, self._kinds - {"arrive"}, lambda e: e.step)
@@ -159,6 +191,7 @@ class Scrubber(ipywidgets.VBox):
         self.controls.decisions = [
             n for n in range(len(self._moments)) if any(e.kind in self._decisive for e in self._during(n))
         ]
+        return bool(new)
 
     def _shown(self, i: int) -> Event:
         return last_change(self._events, i, self._changes) or self._events[i]
@@ -169,7 +202,7 @@ class Scrubber(ipywidgets.VBox):
         return self._events[start : self._moments[moment] + 1]
 
     def _draw(self) -> None:
-        self._subject = ""
+        self._subject = None
         for picture in self._pictures:
             picture.widget.draw(picture.frame(self._events, self._index))
         self.controls.caption = self.text
@@ -184,12 +217,11 @@ class Scrubber(ipywidgets.VBox):
         if self.controls.show_table:
             self.controls.table = self.table
         if self.controls.show_why:
-            what, _, number = self._subject.partition(" ")
+            what, numbers = self._subject or ("", [])
             if what == "cell":
-                row, expert = map(int, number.split())
-                reasons = self._reasons_of_cell(row, expert)
+                reasons = self._reasons_of_cell(*numbers)
             else:
-                reasons = self._reasons(**({what: int(number)} if what in ("seq", "block") else {}))
+                reasons = self._reasons(**({what: numbers[0]} if what else {}))
             self.controls.why = [[r.words, source(r.src)] for r in reasons]
 
     def _reasons(self, seq: int | None = None, block: int | None = None) -> list[Reason]:
@@ -204,7 +236,10 @@ class Scrubber(ipywidgets.VBox):
         return (found or explain(self._events[: self._index + 1], seq=seq, block=block))[-MOST_REASONS:]
 
     def _reasons_of_cell(self, row: int, expert: int) -> list[Reason]:
-        layer = int(self.frame["rows"][row].removeprefix("layer "))
+        rows = self.frame["rows"]
+        if row >= len(rows):
+            return []
+        layer = int(rows[row].removeprefix("layer "))
         seen = self._events[: self._index + 1]
         return explain(
             [e for e in seen if e.kind == "route" and e.layer == layer and expert in e.experts][
@@ -218,7 +253,8 @@ class Scrubber(ipywidgets.VBox):
         """The live view, a replay that needs no kernel, and the caption as text."""
         shown: Any = super()._repr_mimebundle_(**kwargs)  # anywidget adds metadata, ipywidgets does not
         bundle: dict[str, Any] = dict(shown[0] if isinstance(shown, tuple) else shown or {})
-        self._take()
+        if self._take():
+            self._draw()
         bundle["text/plain"] = self.text
         indices = self._moments or [-1]
         parts = []

@@ -15,7 +15,7 @@ from tinymoe.core.trace import Event, Recording
 from tinymoe.lab.frames.view import Events, Frame, listed
 from tinymoe.lab.frames.why import Reason
 from tinymoe.lab.widgets.esm import EsmPicture, source
-from tinymoe.lab.widgets.scrubber import Picture, Scrubber
+from tinymoe.lab.widgets.scrubber import Picture, Scrubber, clicked
 
 KINDS = frozenset({"turn", "choice"})
 SRC = "tinymoe.lab.widgets.lessons.dial:best#best-k"
@@ -91,7 +91,8 @@ class DialView:
         logit = logits[expert]
         where = "as the router gave it" if logit == own else f"turned from {_decimal(own)}"
         level = [str(x) for x, other in enumerate(logits) if other == logit and x != expert]
-        tie = f", level with expert {listed(level)}: the lower number goes first" if level else ""
+        others = f"expert{'s' if len(level) > 1 else ''} {listed(level)}"
+        tie = f", level with {others}: the lower number goes first" if level else ""
         return f"Expert {expert} at {_decimal(logit)}, {where}{tie}. Chosen: {chosen_words(frame)}."
 
     def table(self, frame: Frame) -> list[list]:
@@ -148,7 +149,8 @@ class RouterDial(Scrubber):
     def _clicked(self, change: dict) -> None:
         if change["new"]:
             change["owner"].selection = ""
-            self.turn(int(change["new"].split()[1]))
+            _, [expert] = clicked(change["new"], "expert NUMBER")
+            self.turn(expert)
 
     def _reasons(self, seq: int | None = None, block: int | None = None) -> list[Reason]:
         k = self._view.k
