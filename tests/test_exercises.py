@@ -6,6 +6,7 @@ wrong answers, and at last the solution, each followed by the cell that checks i
 
 import os
 import random
+import re
 import runpy
 from pathlib import Path
 
@@ -101,7 +102,7 @@ def test_lesson_prints_the_same_lines_in_every_state(capsys):
         "Lesson 05: 0 of 2 exercises solved (05.1 open, 05.2 open).",
         "[05.1] not yet: double(1) should be 2, got 3",
         "Lesson 05: 0 of 2 exercises solved (05.1 not yet, 05.2 open).",
-        "[05.1] correct: 50 random cases agree",
+        "[05.1] correct: 50 cases agree",
         "[05.2] not yet: double(1) raised ZeroDivisionError: division by zero; it should be 2",
         "[05.2] not yet: write a function double, got int",
         "Lesson 05: 1 of 2 exercises solved (05.1 correct, 05.2 not yet).",
@@ -110,6 +111,35 @@ def test_lesson_prints_the_same_lines_in_every_state(capsys):
         lesson.check("06.1", ...)
     with pytest.raises(ValueError, match="a lesson has two digits"):
         Lesson("5")
+
+
+def test_what_was_solved_stays_solved(capsys):
+    lesson = Lesson("05", judges={"05.1": double})
+    lesson.check("05.1", lambda n: ...)
+    lesson.check("05.1", lambda n: 2 * n)
+    for again in (lambda n: ..., lambda n: n, ...):
+        lesson.check("05.1", again)
+        lesson.recap()
+    said = capsys.readouterr().out.splitlines()
+    assert said[2::2] == [
+        "[05.1] not answered yet",
+        "[05.1] not yet: double(1) should be 2, got 1",
+        "[05.1] not answered yet",
+    ]
+    assert set(said[3::2]) == {"Lesson 05: 1 of 1 exercises solved (05.1 correct)."}
+
+
+@pytest.mark.parametrize(
+    ("number", "exercise", "given", "message"),
+    [
+        ("12", "12.1", (), 'needs events, as in lesson.check("12.1", answer, events); got 0'),
+        ("09", "09.2", (EVENTS,), 'needs events, at, as in lesson.check("09.2", answer, events, at); got 1'),
+        ("09", "09.1", (EVENTS,), 'needs nothing, as in lesson.check("09.1", answer); got 1'),
+    ],
+)
+def test_a_check_says_what_it_needs(number, exercise, given, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        Lesson(number).check(exercise, ..., *given)
 
 
 def test_lesson_fixes_the_seeds():
@@ -181,14 +211,20 @@ def test_named_counter_examples():
     budget = next(e.budget for e in EVENTS if e.kind == "step")
     plan = [{e.seq: e.stop - e.start for e in EVENTS if e.kind == "chunk" and e.step == s} for s in steps[:3]]
     seq = next(iter(plan[0]))
+    from_zero = [
+        e._replace(step=e.step - 1) for e in EVENTS
+    ]  # the engine counts from 0, the simulator from 1
     for change, message in (
-        ({seq: budget + 1}, f"step 1: {budget + 1} tokens are more than the budget of {budget}"),
-        ({99: 1}, "step 1: there is no sequence 99"),
-        ({seq: "all"}, "step 1: A needs a number of tokens, got 'all'"),
+        ({seq: budget + 1}, f"step 0: {budget + 1} tokens are more than the budget of {budget}"),
+        ({99: 1}, "step 0: there is no sequence 99"),
+        ({seq: "all"}, "step 0: A needs a number of tokens, got 'all'"),
         ({seq: 1}, "of the budget are left although somebody could use them"),
     ):
-        assert message in decide(JUDGES["12.1"], [change, *plan[1:]], EVENTS).message
+        assert message in decide(JUDGES["12.1"], [change, *plan[1:]], from_zero).message
     assert decide(JUDGES["12.1"], plan, EVENTS).ok
+    for events, third in ((from_zero, 2), (EVENTS, 3)):  # as the recording counts, whatever that is
+        wrong = decide(JUDGES["12.1"], [*plan[:2], {99: 1}], events).message
+        assert wrong == f"step {third}: there is no sequence 99"
     with pytest.raises(ValueError, match="the recording has only 0 steps"):
         decide(JUDGES["12.1"], plan, EVENTS[:1])
 

@@ -10,7 +10,7 @@ import torch
 
 from tinymoe.core.trace import Event
 from tinymoe.lab.exercises.catalogue import JUDGES
-from tinymoe.lab.exercises.judge import Judge, decide
+from tinymoe.lab.exercises.judge import Judge, decide, missing
 from tinymoe.lab.widgets.predict import Predict
 
 # More threads gain nothing on the bundled models, and cost a factor of ten where other programs use the cores, too.
@@ -40,18 +40,21 @@ class Lesson:
     def check(self, exercise: str, answer: Any, *given: Any) -> None:
         """Judge an answer and print one line: not answered yet, correct, or not yet with a counter-example.
 
-        given: what else the judge needs, for example the recording that is the key. Raises KeyError for an unknown id.
+        given: what else the judge needs, for example the recording that is the key. What was solved once stays solved in
+        the recap. Raises KeyError for an unknown id, TypeError if something is not given.
         """
         if exercise not in self._judges:
             known = ", ".join(self._judges) or "none"
             raise KeyError(f"lesson {self.number} has no exercise {exercise!r}; it has {known}")
+        if needs := missing(self._judges[exercise], given):
+            call = f'lesson.check("{exercise}", answer{"" if needs == "nothing" else ", " + needs})'
+            raise TypeError(f"besides the answer this exercise needs {needs}, as in {call}; got {len(given)}")
         verdict = decide(self._judges[exercise], answer, *given)
-        if verdict is None:
-            self._state[exercise] = "open"
-            print(f"[{exercise}] not answered yet")
-        else:
-            self._state[exercise] = "correct" if verdict.ok else "not yet"
-            print(f"[{exercise}] {self._state[exercise]}: {verdict.message}")
+        state = "open" if verdict is None else "correct" if verdict.ok else "not yet"
+        said = "not answered yet" if verdict is None else f"{state}: {verdict.message}"
+        print(f"[{exercise}] {said}")
+        if self._state[exercise] != "correct":
+            self._state[exercise] = state
 
     def predict(
         self, events: Sequence[Event], at: int, question: str, *, num_blocks: int | None = None

@@ -1,6 +1,7 @@
 """What a judge is, and how a function is compared with a reference on many cases."""
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -28,6 +29,15 @@ def decide(judge: Judge, answer: Any, *given: Any) -> Verdict | None:
         return judge(answer, *given)
     except Unanswered:
         return None
+
+
+def missing(judge: Judge, given: tuple) -> str:
+    """Names of what the judge needs besides the answer if `given` is not as many values, else ""."""
+    try:
+        inspect.signature(judge).bind(None, *given)
+    except TypeError:
+        return ", ".join(list(inspect.signature(judge).parameters)[1:]) or "nothing"
+    return ""
 
 
 def attempt(function: Callable, *args: Any) -> tuple[Any, str]:
@@ -82,4 +92,4 @@ def agree(
             return Verdict(False, f"{call} {failure}; it should be {shown(expected)}")
         if not same(got, expected, tolerance):
             return Verdict(False, f"{call} should be {shown(expected)}, got {shown(got)}")
-    return Verdict(True, f"{count} random cases agree")
+    return Verdict(True, f"{count} cases agree")

@@ -13,7 +13,7 @@ STEPS = 3
 def plan(answer, events: Sequence[Event]) -> Verdict:
     """12.1: the first three steps by hand: a list of {sequence: tokens}, sequences by letter or number.
 
-    The trace is the key; the rules say what is wrong first.
+    The trace is the key; the rules say what is wrong first. Steps have the engine's numbers, which begin with 0.
     """
     ends = [i for i, e in enumerate(events) if e.kind == "step" and e.used][:STEPS]
     if len(ends) < STEPS:
@@ -25,11 +25,11 @@ def plan(answer, events: Sequence[Event]) -> Verdict:
     ):
         return Verdict(False, f'a list of {STEPS} dicts is wanted, like [{{"A": 4, "B": 2}}, ...]')
     names = {letters(seq): seq for seq, _, _ in schedule.frame(events, ends[-1])["rows"]}
-    for number, (end, step) in enumerate(zip(ends, answer), 1):
+    for end, step in zip(ends, answer):
         mine = {names.get(k, k): n for k, n in step.items() if n != 0}
         wrong = _first_fault(mine, events[: end + 1], set(names.values()))
         if wrong:
-            return Verdict(False, f"step {number}: {wrong}")
+            return Verdict(False, f"step {events[end].step}: {wrong}")
     return Verdict(True, f"{STEPS} steps agree with the engine")
 
 
