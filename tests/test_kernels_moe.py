@@ -341,7 +341,7 @@ def test_planned_tiles_for_every_bucket(shape, dtype):
     E, k, H, I = shape
     for T in (1, 2, 4, 9, 33, 130, 700, 5000):
         x, logits, gate_up, down = layer(T, E, H, I, dtype)
-        out, ids, weights = fused_moe.fused_moe(x, logits, gate_up, down, k)
+        out, _ids, _weights = fused_moe.fused_moe(x, logits, gate_up, down, k)
         rows = slice(max(0, T - 40), T)
         wanted = reference.fused_moe(x[rows].float(), logits[rows].float(), gate_up.float(), down.float(), k)[
             0

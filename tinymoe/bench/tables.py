@@ -71,6 +71,45 @@ def engine_cpu() -> str:
     return f"{markdown(head, rows)}\n\n{note}"
 
 
+def gpu_note(name: str) -> str:
+    body = read_results(RESULTS / f"{name}.json")
+    limits, versions = body["ceilings"], body["versions"]
+    return (
+        f"Recorded {body['date'][:10]} on one {body['machine']['gpu']} (copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s, bfloat16 "
+        f"{limits['bf16_flops'] / 1e12:.0f} TFLOP/s in the same run), torch {versions['torch']}, triton {versions['triton']}, "
+        f"by `{body['command']}`. Every figure: [{name}.json](book/results/{name}.json)."
+    )
+
+
+def moe_h200() -> str:
+    """One MoE layer: microseconds, times faster than torch's grouped products, share of the roofline."""
+    rows = read_results(RESULTS / "moe_h200.json")["rows"]
+    cells = {}
+    for r in rows:
+        us, peer = r["us"]["median"], r["peers"]["torch_grouped"]["median"]
+        cells[r["shape"], r["tokens"]] = f"{us:,.0f} ({peer / us:.1f}×, {r['roofline_us'] / us:.0%})"
+    shapes, tokens = list(dict.fromkeys(s for s, _ in cells)), sorted({t for _, t in cells})
+    table = markdown(["tokens", *shapes], [[f"{t:,}", *(cells[s, t] for s in shapes)] for t in tokens])
+    return f"{table}\n\n{gpu_note('moe_h200')}"
+
+
+def attention_h200() -> str:
+    """Attention with 32 query and 8 key/value heads: microseconds, and torch's own on contiguous keys and values."""
+    body = read_results(RESULTS / "attention_h200.json")
+    rows = [
+        [
+            f"{r['kind']}, {r['batch']} × {r['context']:,}",
+            f"{r['us']['median']:,.0f}",
+            f"{r['peers']['torch_sdpa_contiguous']['median']:,.0f}",
+            f"{r['bound_us'] / r['us']['median']:.0%}",
+        ]
+        for r in body["rows"]
+        if (r["heads"], r["kv_heads"]) == (32, 8)
+    ]
+    head = ["batch × context", "tinymoe, paged, µs", "torch, contiguous, µs", "of the bound"]
+    return f"{markdown(head, rows)}\n\n{gpu_note('attention_h200')}"
+
+
 def card() -> str:
     """Bits per byte of the three bundled models, from their cards."""
     cards = {
@@ -98,4 +137,10 @@ def core_loop() -> str:
     return f"```python\n{textwrap.dedent(inspect.getsource(Engine.step)).strip()}\n```"
 
 
-TABLES: dict[str, Callable[[], str]] = {"engine_cpu": engine_cpu, "card": card, "core_loop": core_loop}
+TABLES: dict[str, Callable[[], str]] = {
+    "engine_cpu": engine_cpu,
+    "moe_h200": moe_h200,
+    "attention_h200": attention_h200,
+    "card": card,
+    "core_loop": core_loop,
+}
