@@ -268,3 +268,57 @@ def _check(x_TH, logits_TE, gate_up_E2IH, down_EHI) -> None:
             )
     if x_TH.stride(1) != 1 or logits_TE.stride(1) != 1:
         raise ValueError("rows of x and logits must be contiguous: call .contiguous()")
+
+
+# python -m tinymoe.kernels.fused_moe
+
+
+def loop(x_TH, ids_TK, weights_TK, gate_up_E2IH, down_EHI) -> torch.Tensor:
+    """The layer token by token, expert by expert, in float64."""
+    out_TH = torch.zeros(x_TH.shape, dtype=torch.float64, device=x_TH.device)
+    for t, (ids, weights) in enumerate(zip(ids_TK.tolist(), weights_TK.double())):
+        for expert, weight in zip(ids, weights):
+            gate, up = (gate_up_E2IH[expert].double() @ x_TH[t].double()).chunk(2)
+            out_TH[t] += weight * (down_EHI[expert].double() @ (gate * gate.sigmoid() * up))
+    return out_TH
+
+
+def main() -> None:
+    """Check every regime against the loop, and time it where there is a GPU."""
+    gpu = torch.cuda.is_available()
+    if not gpu and not triton.knobs.runtime.interpret:
+        raise SystemExit("no CUDA device here: set TRITON_INTERPRET=1 to check the kernels on the CPU")
+    device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
+    E, K, H, I = (64, 8, 2048, 1024) if gpu else (5, 2, 32, 24)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
+
+    gate_up, down = draw(E, 2 * I, H, scale=H**-0.5), draw(E, H, I, scale=I**-0.5)
+    small = {
+        2: Plan(0, DecodeTile(4, 16, 4, 2), DecodeTile(4, 16, 4, 2)),
+        5: Plan(16, Tile(16, 16, 4, 2, swap=True), Tile(16, 16, 4, 2, swap=True)),
+        9: Plan(16, Tile(16, 16, 4, 2), Tile(16, 16, 4, 2)),
+    }
+    for tokens in (1, 16, 64, 256, 4096) if gpu else small:
+        x, logits = draw(tokens, H), draw(tokens, E)
+        use = None if gpu else small[tokens]
+        out, ids, weights = fused_moe(x, logits, gate_up, down, K, use=use)
+        few = slice(0, 8)
+        wanted = loop(x[few], ids[few], weights[few], gate_up, down)
+        error = ((out[few].double() - wanted).norm() / wanted.norm()).item()
+        time = ""
+        if gpu:
+            ms = triton.testing.do_bench(lambda: fused_moe(x, logits, gate_up, down, K))  # noqa: B023
+            time = f", {1e3 * ms:8.1f} us with launches from Python"
+        shown = use or plan(tokens, E, K, H, I)
+        print(
+            f"{tokens:5} tokens, rows a tile {shown.block_m or 'none':>4}: relative error {error:.1e}{time}"
+        )
+        if not error < (1e-2 if gpu else 1e-5):
+            raise SystemExit("the kernels are wrong")
+
+
+if __name__ == "__main__":
+    main()

@@ -354,6 +354,14 @@ def test_planned_tiles_for_every_bucket(shape, dtype):
             assert torch.equal(same[:1], alone)
 
 
+def test_the_file_checks_itself(capsys, monkeypatch):
+    fused_moe.main()
+    assert capsys.readouterr().out.count("relative error") == (5 if ON_GPU else 3)
+    monkeypatch.setattr(fused_moe, "combine", lambda y, ids, E, out, *more: out.zero_())
+    with pytest.raises(SystemExit, match="the kernels are wrong"):
+        fused_moe.main()
+
+
 @pytest.mark.parametrize("invariant", [False, True])
 def test_every_number_of_tokens_has_a_plan_and_they_are_few(invariant):
     plans = {fused_moe.plan(T, 128, 8, 2048, 768, invariant) for T in range(1, 3000)}
