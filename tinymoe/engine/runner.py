@@ -37,6 +37,7 @@ class Runner:
         self.storage = storage
         self.recorder = recorder
         self.device = storage.kv.device
+        ops.gpu.check_head_dim(model.config.head_dim, self.device)
         recorder.path = next((m.path for m in model.modules() if isinstance(m, MoE)), recorder.path)
         self.windows = [layer.sliding_window for layer in model.config.layers]
 

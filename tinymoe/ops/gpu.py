@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinymoe.core.model_config import ConfigError
+
 AVAILABLE = torch.cuda.is_available() and find_spec("triton") is not None
 
 
@@ -30,8 +32,16 @@ pages = kernel("paged_attention")
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the kernels take x: on a CUDA device, and nobody wants gradients."""
-    return AVAILABLE and x.is_cuda and not torch.is_grad_enabled()
+    """Whether the kernels take x: on a CUDA device, nobody wants gradients, and torch.compile is not at work."""
+    return AVAILABLE and x.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def check_head_dim(head_dim: int, device: torch.device) -> None:
+    """Raises ConfigError, before anything runs, for a head dim that paged attention does not take."""
+    if AVAILABLE and device.type == "cuda" and head_dim not in pages.HEAD_DIMS:
+        raise ConfigError(
+            f"on a GPU, head_dim must be one of {pages.HEAD_DIMS}, and this model's is {head_dim}: use device='cpu'"
+        )
 
 
 class PagePlan(NamedTuple):
