@@ -633,6 +633,17 @@ def test_bad_options_of_a_request(options, message):
     finish(one)
 
 
+def test_steps_without_work_are_no_steps():
+    one = engine("moe")
+    run(one, OK)
+    before = one.get_metrics()
+    with one.trace.record() as events:
+        assert [one.step() for _ in range(20)] == [[]] * 20
+        assert one.scheduler.schedule() == []
+    assert events == []
+    assert one.get_metrics() == before
+
+
 def test_an_id_can_be_used_again_once_its_request_has_ended():
     one = busy()
     one.abort_request("runs")

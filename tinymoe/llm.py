@@ -4,7 +4,7 @@ import json
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import torch
 from tqdm import tqdm
 
 from tinymoe.core.config import Dtype, EngineConfig
+from tinymoe.core.interrupts import Section
 from tinymoe.core.model_config import ConfigError
-from tinymoe.core.outputs import RequestOutput
+from tinymoe.core.outputs import Delta, RequestOutput
 from tinymoe.core.params import SamplingParams
 from tinymoe.engine.engine import Engine
 from tinymoe.model.weights import load_model
@@ -55,14 +56,75 @@ def pick_device(device: str | torch.device) -> torch.device:
     return found
 
 
-@dataclass(slots=True)
-class Delta:
-    """What a stream adds: new text and token ids of completion `index`; finish_reason on its last delta."""
+class Call:
+    """The requests of one call of generate or stream, and their outputs. No request outlives it: `close` aborts what still
+    runs, and so does the garbage collector for a call that never came to close it (the engine knows only the box)."""
 
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None = None
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.outbox: deque[RequestOutput] = deque()
+
+    def close(self) -> None:
+        self.engine.drop_requests(self.outbox)
+
+    def __enter__(self) -> "Call":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self):
+        if hasattr(self, "outbox"):  # a Ctrl-C may come into __init__ too
+            self.close()
+
+
+class Stream(Iterator[Delta]):
+    """The deltas of one request, made as they are asked for. `close`, the end of a with block, or dropping the stream
+    aborts the request, whether or not it has begun. A Ctrl-C while it waits does not end it: next() goes on."""
+
+    def __init__(self, call: Call):
+        self._call = call
+        self._deltas: list[Delta] = []
+        self._sent: dict[int, tuple[int, int]] = {}  # completion -> characters and ids that are out
+        self._ended: set[int] = set()  # completions whose last delta is out
+        self._over = False
+
+    def __next__(self) -> Delta:
+        while not self._deltas:
+            if self._over:
+                raise StopIteration
+            if not self._call.outbox:
+                self._call.engine.step(collect=False)
+            with Section():
+                if self._call.outbox:
+                    self._take(self._call.outbox.popleft())
+        delta = self._deltas[0]
+        del self._deltas[0]  # not pop(): after a call a Ctrl-C may come, and the delta would be lost
+        return delta
+
+    def _take(self, output: RequestOutput) -> None:
+        self._over = output.finished
+        for c in output.outputs:
+            text, tokens = self._sent.get(c.index, (0, 0))
+            new = len(c.text) > text or len(c.token_ids) > tokens
+            ends = c.finish_reason is not None and c.index not in self._ended
+            if new or ends:
+                self._deltas.append(Delta(c.index, c.text[text:], c.token_ids[tokens:], c.finish_reason))
+            self._sent[c.index] = (len(c.text), len(c.token_ids))
+            if c.finish_reason is not None:
+                self._ended.add(c.index)
+
+    def close(self) -> None:
+        """Abort what still runs; the stream is at its end."""
+        self._over = True
+        self._deltas = []
+        self._call.close()
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 class LLM:
@@ -105,7 +167,6 @@ class LLM:
             eos = self._tokenizer.eos_token_id
         eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
         self.engine = Engine(decoder, config, text=self._tokenizer, eos_token_ids=eos_ids)
-        self._boxes: dict[str, deque[RequestOutput]] = {}
         self._count = 0
 
     def get_tokenizer(self) -> Tokenizer:
@@ -137,19 +198,21 @@ class LLM:
         """
         single = isinstance(prompts, (str, dict)) or (bool(prompts) and isinstance(prompts[0], int))
         items: list[Any] = [prompts] if single else list(prompts)
-        ids = self._submit(items, self._each(sampling_params, len(items), "sampling_params"), priority)
+        params = self._each(sampling_params, len(items), "sampling_params")
+        priorities = self._each(priority, len(items), "priority")
         finals: dict[str, RequestOutput] = {}
-        try:
-            with tqdm(total=len(ids), desc="requests", disable=not use_tqdm) as bar:
-                while len(finals) < len(ids):
-                    self._pump()
-                    for request_id in ids:
-                        for output in self._drain(request_id):
-                            if output.finished:
-                                finals[request_id] = output
-                                bar.update()
-        finally:
-            self._discard(ids)
+        ids = [self._new_id() for _ in items]
+        with Call(self.engine) as call:
+            for request_id, item, param, prio in zip(ids, items, params, priorities):
+                self.engine.add_request(request_id, item, param, priority=prio, outbox=call.outbox)
+            with tqdm(total=len(items), desc="requests", disable=not use_tqdm) as bar:
+                while len(finals) < len(items):
+                    self.engine.step(collect=False)
+                    while call.outbox:
+                        output = call.outbox.popleft()
+                        if output.finished:
+                            finals[output.request_id] = output
+                            bar.update()
         return [finals[i] for i in ids]
 
     def chat(
@@ -178,13 +241,16 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Yield what each step adds. The deltas of an index join to its final text. Streams may be interleaved.
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Stream:
+        """An iterator over what each step adds. The deltas of an index join to its final text; its last delta has the
+        finish_reason. Streams may be interleaved.
 
-        The request is queued at once and aborted if the iterator is closed before its end.
+        The request is queued at once, and aborted when the stream is closed or dropped before its end.
         """
-        ids = self._submit([prompt], self._each(sampling_params, 1, "sampling_params"), 0)
-        return self._deltas(ids[0])
+        call = Call(self.engine)
+        (params,) = self._each(sampling_params, 1, "sampling_params")
+        self.engine.add_request(self._new_id(), prompt, params, outbox=call.outbox)
+        return Stream(call)
 
     def get_metrics(self) -> dict[str, Any]:
         """Counters of the engine since it started: steps, tokens, hits, preemptions, pages, expert load, ..."""
@@ -193,24 +259,6 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False (and nothing done) while requests run."""
         return self.engine.reset_prefix_cache()
-
-    def _deltas(self, request_id: str) -> Iterator[Delta]:
-        sent: dict[int, tuple[int, int]] = {}
-        finished = False
-        try:
-            while not finished:
-                if not self._boxes[request_id]:
-                    self._pump()
-                for output in self._drain(request_id):
-                    finished = output.finished
-                    for c in output.outputs:
-                        text, tokens = sent.get(c.index, (0, 0))
-                        new = len(c.text) > text or len(c.token_ids) > tokens
-                        if new or (finished and c.finish_reason and c.index not in sent):
-                            yield Delta(c.index, c.text[text:], c.token_ids[tokens:], c.finish_reason)
-                        sent[c.index] = (len(c.text), len(c.token_ids))
-        finally:
-            self._discard([request_id])
 
     def _each(self, value: Any, count: int, what: str) -> list[Any]:
         if value is None:
@@ -223,39 +271,9 @@ class LLM:
             )
         return list(value)
 
-    def _submit(
-        self, prompts: list[Any], params: list[SamplingParams], priority: int | Seq[int]
-    ) -> list[str]:
-        """Queue all or none."""
-        priorities = self._each(priority, len(prompts), "priority")
-        ids: list[str] = []
-        try:
-            for prompt, param, prio in zip(prompts, params, priorities):
-                request_id = f"llm-{self._count}"
-                self._count += 1
-                self.engine.add_request(request_id, prompt, param, priority=prio)
-                self._boxes[request_id] = deque()
-                ids.append(request_id)
-        except BaseException:
-            self._discard(ids)
-            raise
-        return ids
-
-    def _pump(self) -> None:
-        """One engine step; every output goes to the box of its request."""
-        for output in self.engine.step():
-            if output.request_id in self._boxes:
-                self._boxes[output.request_id].append(output)
-
-    def _drain(self, request_id: str) -> Iterator[RequestOutput]:
-        box = self._boxes[request_id]
-        while box:
-            yield box.popleft()
-
-    def _discard(self, ids: list[str]) -> None:
-        for request_id in ids:
-            self.engine.abort_request(request_id)
-            self._boxes.pop(request_id, None)
+    def _new_id(self) -> str:
+        self._count += 1
+        return f"llm-{self._count - 1}"
 
 
 def _read_generation_config(folder: Path) -> dict[str, Any]:

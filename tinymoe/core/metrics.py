@@ -16,6 +16,13 @@ class RequestMetrics:
     num_generation_tokens: int = 0
     num_preemptions: int = 0
 
+    def count_token(self) -> None:
+        """One more token has come, now."""
+        self.num_generation_tokens += 1
+        self.last_token_time = time.monotonic()
+        if self.first_token_time is None:
+            self.first_token_time = self.last_token_time
+
     @property
     def queue_time(self) -> float | None:
         """Seconds from arrival to the first scheduled chunk."""

@@ -53,3 +53,13 @@ class RequestOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
+
+
+@dataclass(slots=True)
+class Delta:
+    """What a stream adds: new text and token ids of completion `index`; finish_reason on its last delta."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None

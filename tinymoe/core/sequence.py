@@ -20,7 +20,7 @@ class Status(IntEnum):
 class Request:
     """One prompt and its n sequences. `number` counts arrivals and breaks ties between equal priorities."""
 
-    __slots__ = ("bad_word_ids", "cache_salt", "error", "metrics", "num_cached_tokens", "number", "params", "priority", "prompt", "prompt_logprobs", "prompt_token_ids",
+    __slots__ = ("bad_word_ids", "cache_salt", "error", "metrics", "num_cached_tokens", "number", "outbox", "params", "priority", "prompt", "prompt_logprobs", "prompt_token_ids",
                  "request_id", "seed", "sequences")  # fmt: skip
 
     def __init__(
@@ -49,6 +49,7 @@ class Request:
         self.error: str | None = None
         self.num_cached_tokens = 0
         self.sequences: list[Sequence] = []
+        self.outbox: Any = None  # deque that gets its outputs, or None: Engine.step returns them
 
     @property
     def finished(self) -> bool:

@@ -1,8 +1,10 @@
 """The engine: requests in, one step at a time, outputs out."""
 
 import time
+from collections import deque
 from collections.abc import Sequence as Seq
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -10,27 +12,21 @@ from tinymoe.cache.blocks import BlockManager
 from tinymoe.cache.planner import plan_cache
 from tinymoe.cache.storage import KVStorage
 from tinymoe.core.config import EngineConfig
+from tinymoe.core.interrupts import Section
 from tinymoe.core.metrics import EngineMetrics
 from tinymoe.core.outputs import RequestOutput
 from tinymoe.core.params import SamplingParams
-from tinymoe.core.sequence import Request, Sequence, Status
+from tinymoe.core.sequence import Chunk, Request, Sequence, Status
 from tinymoe.core.trace import FINISH_REASONS, Trace
 from tinymoe.engine.batch import Batch
-from tinymoe.engine.intake import Intake, RequestError, Text
+from tinymoe.engine.intake import Intake, RequestError, Text, check_id
 from tinymoe.engine.report import Reporter, totals
 from tinymoe.engine.routes import RouteRecorder
 from tinymoe.engine.runner import Runner
-from tinymoe.engine.sampling import Row, Sampled, Sampler
+from tinymoe.engine.sampling import Sampled, Sampler
+from tinymoe.engine.sampling.draws import Draw, draws_of, sample_draws
 from tinymoe.engine.scheduler import Scheduler
 from tinymoe.model.decoder import Decoder
-
-
-class Draw(NamedTuple):
-    """One token to be sampled: for which sequence (index: which of the request's n), from which row of the logits."""
-
-    seq: Sequence
-    index: int
-    logits_row: int
 
 
 class Engine:
@@ -80,6 +76,7 @@ class Engine:
         self.intake = Intake(config, model.config.vocab_size, self.max_model_len, plan.num_blocks, text)
         self._requests: dict[str, Request] = {}
         self._next_seq_id = 0
+        self._section = Section()
 
     def add_request(
         self,
@@ -89,36 +86,54 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        outbox: deque[RequestOutput] | None = None,
     ) -> None:
         """Queue one request. prompt: text, token ids, or {"prompt_token_ids": [...]}.
 
         priority: lower runs earlier under policy "priority". cache_salt: prefix pages are shared only between equal salts.
+        outbox: gets the outputs of this request, one a step and the last one if it is aborted; step() leaves them out.
         Raises RequestError if it is malformed, can never fit, or its id is in use; nothing else is disturbed.
         """
-        if not isinstance(request_id, str):
-            raise RequestError(f"request_id must be a string, got {request_id!r}")
+        check_id(request_id)
         if request_id in self._requests:
             raise RequestError(
                 f"request id {request_id!r} is in use: wait until it has finished, or abort it"
             )
         params = sampling_params if sampling_params is not None else SamplingParams()
-        request = self.intake.accept(request_id, prompt, params, priority, cache_salt)
-        self._requests[request_id] = request
-        self.metrics.requests += 1
-        self.metrics.prompt_tokens += len(request.prompt_token_ids)
-        self.scheduler.add(self._new_sequence(request, 0))
+        with self._section:
+            request = self.intake.accept(request_id, prompt, params, priority, cache_salt)
+            request.outbox = outbox
+            seq = self._new_sequence(request, 0)
+            # Nothing can fail any more: until here nobody knows of the request.
+            self.intake.count += 1
+            self.scheduler.add(seq)
+            self._requests[request_id] = request
+            self.metrics.requests += 1
+            self.metrics.prompt_tokens += len(request.prompt_token_ids)
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._requests)
+        """Whether another step() has something to run or to return."""
+        return bool(self._requests or self.reporter.ready)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request now, whatever it is doing, and return what it has so far; None if the id is unknown."""
-        request = self._requests.get(request_id)
-        if request is None:
-            return None
-        for seq in request.sequences:
-            self._finish(seq, "abort", f"{__name__}:Engine.abort_request#asked-for")
-        return self.reporter.output(request)
+        check_id(request_id)
+        with self._section:
+            request = self._requests.get(request_id)
+            if request is None:
+                return None
+            for seq in request.sequences:
+                self._finish(seq, "abort", f"{__name__}:Engine.abort_request#asked-for")
+            return self.reporter.last(request)
+
+    def drop_requests(self, outbox: deque[RequestOutput]) -> None:
+        """Abort what still fills this outbox. May be called by a finaliser, so in the midst of a step: then it waits for
+        the step's end."""
+        self._section.after(partial(self._drop, outbox))
+
+    def _drop(self, outbox: deque[RequestOutput]) -> None:
+        for request in [r for r in self._requests.values() if r.outbox is outbox]:
+            self.abort_request(request.request_id)
 
     def get_metrics(self) -> dict[str, Any]:
         """Totals since the start (engine.report.totals says which); times of one request are in its output's metrics."""
@@ -126,79 +141,54 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Does nothing and returns False while requests run."""
-        if self.scheduler.running:
-            return False
-        self.blocks.pool.forget_prefixes()
-        return True
+        with self._section:
+            if not self.scheduler.running:
+                self.blocks.pool.forget_prefixes()
+            return not self.scheduler.running
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, *, collect: bool = True) -> list[RequestOutput]:
         """One step: choose tokens, run them all in one forward pass, sample, commit.
 
-        Returns the requests that got a token or ended. If the forward pass fails, the step is undone and can be retried.
+        Returns the requests that got a token or ended; collect=False keeps them for the next call. If the forward pass
+        fails, the step is undone and can be retried. Ctrl-C interrupts nothing but the forward pass.
         """
-        self.trace.step = self.metrics.steps
-        self.metrics.start()
-        try:
-            chunks = self.scheduler.schedule()
-            self.metrics.lap("schedule")
-            if not chunks:
-                return []
-            batch = Batch.build(chunks, self.blocks, self.runner.device)
-            logits = self.runner.run(batch, self.blocks.copies)
-            self.metrics.lap("forward")
-            draws = self._draws(batch)
-            sampled = self._sample(logits, draws)
-            self.metrics.lap("sample")
-        except BaseException:
-            self.blocks.undo()
-            raise
-        self.blocks.settle()
-        self.routes.settle()
-        self.metrics.computed_tokens += batch.token_ids.shape[0]
-        outputs = self._commit(batch, logits, draws, sampled)
-        self.metrics.lap("commit")
-        return outputs
+        if self._requests:
+            with self._section as section:
+                self.trace.step = self.metrics.steps
+                self.metrics.start()
+                try:
+                    chunks = self.scheduler.schedule()
+                    self.metrics.lap("schedule")
+                    batch = Batch.build(chunks, self.blocks, self.runner.device)
+                    with section.interruptible():
+                        logits = self.runner.run(batch, self.blocks.copies)
+                        self.metrics.lap("forward")
+                        draws = draws_of(batch)
+                        sampled = sample_draws(self.sampler, logits, draws, self.eos_token_ids)
+                        self.metrics.lap("sample")
+                except BaseException:
+                    self.blocks.undo()
+                    raise
+                self._commit(batch, logits, draws, sampled)
+                self.metrics.lap("commit")
+        return self.reporter.collect() if collect else []
 
     # After the forward pass
 
-    def _draws(self, batch: Batch) -> list[Draw]:
-        """One draw per sequence that has caught up; n of them where a prompt ends and its answers begin."""
-        draws = []
-        for i, chunk in enumerate(batch.chunks):
-            if chunk.samples:
-                seq, last = chunk.seq, batch.first_row[i + 1] - 1
-                unforked = seq.index == 0 and len(seq.request.sequences) < seq.request.params.n
-                indices = range(seq.request.params.n) if unforked else (seq.index,)
-                draws += [Draw(seq, index, last) for index in indices]
-        return draws
+    def _commit(self, batch: Batch, logits: torch.Tensor, draws: list[Draw], sampled: list[Sampled]) -> None:
+        """The step counts: pages, routes, tokens, ends, outputs. Should it fail, the requests of the step end with it."""
+        try:
+            self.blocks.settle()
+            self.routes.settle()
+            self.metrics.computed_tokens += batch.token_ids.shape[0]
+            self._grow(batch, logits, draws, sampled)
+        except BaseException as error:
+            self._fail(batch.chunks, error)
+            raise
 
-    def _sample(self, logits: torch.Tensor, draws: list[Draw]) -> list[Sampled]:
-        if not draws:
-            return []
-        rows = [
-            Row(
-                params=seq.request.params,
-                seed=(seq.request.seed + index) % 2**63,
-                position=seq.num_tokens,
-                prompt_token_ids=seq.request.prompt_token_ids,
-                output_token_ids=seq.output_token_ids,
-                stop_ids=(*self.eos_token_ids, *seq.request.params.stop_token_ids),
-                bad_word_ids=seq.request.bad_word_ids,
-            )
-            for seq, index, _ in draws
-        ]
-        picked = [draw.logits_row for draw in draws]
-        if picked != list(range(logits.shape[0])):
-            logits = logits[torch.tensor(picked, device=logits.device)]
-        return self.sampler.sample(logits, rows)
-
-    def _commit(
-        self, batch: Batch, logits: torch.Tensor, draws: list[Draw], sampled: list[Sampled]
-    ) -> list[RequestOutput]:
+    def _grow(self, batch: Batch, logits: torch.Tensor, draws: list[Draw], sampled: list[Sampled]) -> None:
         """Append the tokens, fork, finish; one output per request that changed."""
-        for i, chunk in enumerate(batch.chunks):
-            if chunk.seq.request.params.prompt_logprobs is not None:
-                self.reporter.keep_prompt_logprobs(chunk, logits[batch.first_row[i] : batch.first_row[i + 1]])
+        self.reporter.keep_prompt_logprobs(batch, logits)
         changed: dict[str, Request] = {}
         grown = []
         for draw, one in zip(draws, sampled):
@@ -218,19 +208,25 @@ class Engine:
         for request in changed.values():
             if request.error is not None:
                 for seq in request.sequences:
-                    self._finish(seq, "error", f"{__name__}:Engine._commit#bad-logits")
-        return [self.reporter.output(request) for request in changed.values()]
+                    self._finish(seq, "error", f"{__name__}:Engine._grow#bad-logits")
+            self.reporter.deliver(request)
+
+    def _fail(self, chunks: list[Chunk], error: BaseException) -> None:
+        """End the requests of a step whose bookkeeping broke off (a bug): half booked, they would spoil the next one."""
+        self.blocks.undo()
+        for request in {chunk.seq.request.number: chunk.seq.request for chunk in chunks}.values():
+            if not request.finished:
+                request.error = f"the step of this request could not be recorded: {error!r}"
+            for seq in request.sequences:
+                self._finish(seq, "error", f"{__name__}:Engine._fail#not-recorded")
+            self.reporter.deliver(request)
 
     def _append(self, seq: Sequence, one: Sampled) -> None:
         """One more token; ends the sequence if eos, a stop, or a limit says so (in this order)."""
         token, request, params = one.token, seq.request, seq.request.params
         seq.token_ids.append(token)
         self.metrics.generation_tokens += 1
-        times, now = request.metrics, time.monotonic()
-        times.num_generation_tokens += 1
-        times.last_token_time = now
-        if times.first_token_time is None:
-            times.first_token_time = now
+        request.metrics.count_token()
         if one.logprob is not None:
             seq.cumulative_logprob += one.logprob
         if one.logprobs is not None:
@@ -269,32 +265,30 @@ class Engine:
             table = self.blocks.tables[seq.row]
             seq.routed_experts = self.runner.storage.experts_of(table, seq.num_computed_tokens)
         self.scheduler.remove(seq)
-        seq.status = Status.FINISHED
+        seq.status, seq.finish_reason, request = Status.FINISHED, reason, seq.request
+        if request.finished:
+            request.metrics.finished_time = time.monotonic()
+            self.metrics.finished_requests += 1
+            del self._requests[request.request_id]
         late_stop = seq.text.finish() if seq.text is not None else None
         if late_stop is not None and reason == "length":
-            reason, seq.stop_reason = "stop", late_stop
-        seq.finish_reason = reason
-        request = seq.request
+            seq.finish_reason, seq.stop_reason = "stop", late_stop
         if self.trace.on:
             self.trace.emit(
                 "finish",
                 src,
                 request=request.number,
                 seq=seq.seq_id,
-                reason=FINISH_REASONS.index(reason),
+                reason=FINISH_REASONS.index(seq.finish_reason),
                 tokens=seq.num_tokens - seq.num_prompt_tokens,
             )
-        if request.finished:
-            request.metrics.finished_time = time.monotonic()
-            self.metrics.finished_requests += 1
-            del self._requests[request.request_id]
 
     # Small helpers
 
     def _new_sequence(self, request: Request, index: int) -> Sequence:
         seq = Sequence(self._next_seq_id, request, index)
-        self._next_seq_id += 1
         if self.text is not None and request.params.detokenize:
             seq.text = self.text.text_state(request.params, request.prompt_token_ids)
+        self._next_seq_id += 1
         request.sequences.append(seq)
         return seq

@@ -15,6 +15,12 @@ class RequestError(ValueError):
     """A request was refused; nothing else was disturbed. The message says what to change."""
 
 
+def check_id(request_id: str) -> None:
+    """Raise RequestError unless it is a string."""
+    if not isinstance(request_id, str):
+        raise RequestError(f"request_id must be a string, got {request_id!r}")
+
+
 class TextState(Protocol):
     """The growing text of one sequence; tinymoe.text.TextState."""
 
@@ -73,7 +79,6 @@ class Intake:
         )
         if params.bad_words and self.text is not None:
             request.bad_word_ids = self.text.bad_word_ids(params.bad_words)
-        self.count += 1
         return request
 
     def _token_ids(self, prompt: str | dict | Seq[int]) -> tuple[str | None, list[int]]:

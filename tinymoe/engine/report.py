@@ -9,6 +9,7 @@ from tinymoe.cache.pool import BlockPool
 from tinymoe.core.metrics import EngineMetrics
 from tinymoe.core.outputs import CompletionOutput, RequestOutput
 from tinymoe.core.sequence import Chunk, Request, Sequence
+from tinymoe.engine.batch import Batch
 from tinymoe.engine.intake import Text
 from tinymoe.engine.routes import RouteRecorder
 from tinymoe.engine.sampling import prompt_logprobs
@@ -19,6 +20,7 @@ class Reporter:
 
     def __init__(self, text: Text | None):
         self.text = text
+        self.ready: dict[int, RequestOutput] = {}  # request number -> output that no step() has returned yet
 
     def named(self, entry: dict) -> dict:
         """Fill in decoded_token of {token id: Logprob}."""
@@ -27,7 +29,13 @@ class Reporter:
                 logprob.decoded_token = self.text.decoded_token(token)
         return entry
 
-    def keep_prompt_logprobs(self, chunk: Chunk, logits_TV: Tensor) -> None:
+    def keep_prompt_logprobs(self, batch: Batch, logits_RV: Tensor) -> None:
+        """Those that this step brings, for the requests that want them."""
+        for chunk, first, end in zip(batch.chunks, batch.first_row, batch.first_row[1:]):
+            if chunk.seq.request.params.prompt_logprobs is not None:
+                self._keep(chunk, logits_RV[first:end])
+
+    def _keep(self, chunk: Chunk, logits_TV: Tensor) -> None:
         """Rows start..stop-1 of the prompt predict tokens start+1..stop; the first token has no prediction."""
         request = chunk.seq.request
         ids, have = request.prompt_token_ids, request.prompt_logprobs or [None]
@@ -67,6 +75,27 @@ class Reporter:
             prompt_logprobs=request.prompt_logprobs,
             error=request.error,
         )
+
+    def deliver(self, request: Request) -> None:
+        """The request as it stands, into its outbox or to the next step() that collects; there the newest is enough."""
+        if request.outbox is not None:
+            request.outbox.append(self.output(request))
+        else:
+            self.ready[request.number] = self.output(request)
+
+    def last(self, request: Request) -> RequestOutput:
+        """The last output of a request whose caller takes it here; whoever reads its outbox sees the end there."""
+        self.ready.pop(request.number, None)
+        output = self.output(request)
+        if request.outbox is not None:
+            request.outbox.append(output)
+        return output
+
+    def collect(self) -> list[RequestOutput]:
+        """What no step() has returned yet, each request once."""
+        outputs = [*self.ready.values()]
+        self.ready = {}  # nothing is called between here and the caller: a Ctrl-C there would lose the outputs
+        return outputs
 
 
 def totals(metrics: EngineMetrics, pool: BlockPool, routes: RouteRecorder) -> dict[str, Any]:

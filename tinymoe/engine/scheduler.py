@@ -242,6 +242,8 @@ class Scheduler:
         return 1 + request.params.n - len(request.sequences) if seq.index == 0 else 1
 
     def _record(self, chunks: list[Chunk]) -> None:
+        if not chunks:  # nobody was here: not a step
+            return
         used = sum(c.stop - c.start for c in chunks)
         m = self.metrics
         m.steps += 1
