@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tinymoe.commands.options import add_model_arguments, make_llm
+from tinymoe.commands.options import add_engine_arguments, add_model_arguments, make_llm
 from tinymoe.core.outputs import RequestOutput
 from tinymoe.core.params import SamplingParams
 from tinymoe.core.trace import Recording
@@ -37,6 +37,7 @@ PROMPTS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
+    add_engine_arguments(parser)
     parser.add_argument("--max-tokens", type=int, default=48, help="tokens to generate for each prompt")
     parser.add_argument("--seed", type=int, default=0, help="seed of the noise")
 

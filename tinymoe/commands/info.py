@@ -2,14 +2,18 @@
 
 import argparse
 import json
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from tinymoe.commands.options import add_model_arguments
-from tinymoe.core.model_config import ModelConfig
-from tinymoe.llm import bundled_models, resolve_model
+from tinymoe.core.model_config import ConfigError, ModelConfig, require
+from tinymoe.llm import bundled_models, pick_device, resolve_model
 from tinymoe.model.families import FAMILIES, model_config_from_hf
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,8 +21,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
 
 
-def describe(config: ModelConfig, bytes_per_number: int) -> dict[str, object]:
-    """Facts about a model, ready to print. Sizes in bytes."""
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json. Raises ConfigError."""
+    path = folder / "config.json"
+    require(path.is_file(), f"{folder} has no config.json: give a folder in Hugging Face format")
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON ({error})") from error
+    require(isinstance(body, dict), f"{path} must hold a JSON object, got {type(body).__name__}")
+    return body
+
+
+def serving_dtype(body: dict[str, Any], dtype: str, device: str) -> str:
+    """Name of the dtype in which LLM(dtype=..., device=...) would hold this model. Raises ConfigError."""
+    if dtype == "auto" and pick_device(device).type == "cpu":
+        return "float32"
+    if dtype == "auto":
+        dtype = str(body.get("dtype") or body.get("torch_dtype")).removeprefix("torch.")
+    require(dtype in BYTES, f"config.json says dtype {dtype!r}: choose --dtype, one of {', '.join(BYTES)}")
+    return dtype
+
+
+def describe(config: ModelConfig, dtype: str) -> dict[str, object]:
+    """Facts about a model, ready to print. Sizes in bytes, if the model and its cache are held in `dtype`."""
+    bytes_per_number = BYTES[dtype]
     moe = next((layer.moe for layer in config.layers if layer.moe), None)
     facts: dict[str, object] = {
         "model_type": config.model_type,
@@ -30,6 +57,8 @@ def describe(config: ModelConfig, bytes_per_number: int) -> dict[str, object]:
         "max_position_embeddings": config.max_position_embeddings,
         "parameters": config.num_parameters(),
         "active_parameters": config.num_parameters(active=True),
+        "dtype": dtype,
+        "weight_bytes": config.num_parameters() * bytes_per_number,
         "kv_bytes_per_token": config.kv_elements_per_token * bytes_per_number,
     }
     if moe is not None:
@@ -40,8 +69,9 @@ def describe(config: ModelConfig, bytes_per_number: int) -> dict[str, object]:
 
 def run(arguments: argparse.Namespace) -> int:
     folder = resolve_model(arguments.model)
-    config = model_config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    facts = describe(config, 4 if arguments.dtype == "float32" else 2)
+    body = read_config(folder)
+    dtype = serving_dtype(body, arguments.dtype, arguments.device)
+    facts = describe(model_config_from_hf(body), dtype)
     if arguments.json:
         print(json.dumps(facts))
         return 0

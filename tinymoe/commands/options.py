@@ -1,8 +1,10 @@
 """Options that several commands share: which model, how big an engine, how to sample."""
 
 import argparse
+import re
 from typing import Any
 
+from tinymoe.commands.texts import text
 from tinymoe.core.params import SamplingParams
 from tinymoe.llm import LLM, bundled_models
 
@@ -23,27 +25,40 @@ SAMPLING: dict[str, tuple[type, str]] = {
     "repetition_penalty": (float, "above 1 discourages tokens that were there"),
     "seed": (int, "seed of the noise"),
 }
+DEFAULTS = {
+    "seed": "one that the engine derives from the request's number"
+}  # no model has an opinion on these
+
+
+def device(argument: str) -> str:
+    """An argparse type: what pick_device takes on the machines that the engine is made for."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", argument):
+        raise argparse.ArgumentTypeError(f"auto, cpu, cuda or cuda:N is wanted, got {argument!r}")
+    return argument
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(bundled_models())
     parser.add_argument("--model", default="quintet-moe", help=f"local folder or bundled model ({names})")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    for name, text in ENGINE.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=None, metavar="N", help=text)
+    parser.add_argument("--device", type=device, default="auto", help="auto, cpu, cuda, cuda:1, ...")
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    for name, words in ENGINE.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=None, metavar="N", help=words)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    for name, (kind, text) in SAMPLING.items():
+    for name, (kind, words) in SAMPLING.items():
         default = defaults.get(name)
-        shown = "the model's own" if default is None else str(default)
+        shown = DEFAULTS.get(name, "the model's own") if default is None else str(default)
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(
-            option, type=kind, default=default, metavar="X", help=f"{text} (default: {shown})"
+            option, type=kind, default=default, metavar="X", help=f"{words} (default: {shown})"
         )
     parser.add_argument(
-        "--stop", action="append", default=None, metavar="TEXT", help="end at this text; may be repeated"
+        "--stop", action="append", type=text, metavar="TEXT", help="end at this text; may be repeated"
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on through the end-of-text token")
 

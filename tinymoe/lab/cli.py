@@ -1,9 +1,8 @@
 """`tinymoe notebooks`: execute notebooks and store them in their one canonical form."""
 
 import argparse
+from importlib import import_module
 from pathlib import Path
-
-from tinymoe.lab.sync import sync
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    changed = sync(arguments.files, folder=arguments.folder)
+    # Only now, since its packages come with the extra `lab`, and help must not need them.
+    changed = import_module("tinymoe.lab.sync").sync(arguments.files, folder=arguments.folder)
     print("\n".join(f"changed: {path}" for path in changed) or "nothing changed")
     return 0

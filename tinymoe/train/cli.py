@@ -16,10 +16,19 @@ from tqdm import tqdm
 
 from tinymoe.core.model_config import require
 from tinymoe.experts.balance import MODES, BalanceConfig
+from tinymoe.llm import pick_device
 from tinymoe.model.families import model_config_from_hf
 from tinymoe.model.weights import load_model
 from tinymoe.train import evaluate
-from tinymoe.train.corpus import SUMS, TEXT_DOMAINS, Corpus, Sampler, encode_corpus, read_documents
+from tinymoe.train.corpus import (
+    SUMS,
+    TEXT_DOMAINS,
+    Corpus,
+    Sampler,
+    corpus_file,
+    encode_corpus,
+    read_documents,
+)
 from tinymoe.train.loop import STATE, TrainConfig, Trainer, use_grouped, write_json
 from tinymoe.train.optimizer import OptimizerConfig
 from tinymoe.train.tokenizer import (
@@ -124,7 +133,11 @@ def run(args: argparse.Namespace) -> None:
     template = json.loads(
         ((args.config or ZOO / f"quintet-{args.model}") / "config.json").read_text(encoding="utf-8")
     )
-    device = torch.device(args.device)
+    texts = [d for d in args.weights if d != SUMS]
+    for split in ("train",) if args.no_eval else ("train", "valid"):
+        for domain in texts:  # before the first minutes are spent
+            corpus_file(args.corpus, domain, split)
+    device = pick_device(args.device)
     train = TrainConfig(
         steps=args.steps,
         minutes=args.minutes,
@@ -152,7 +165,6 @@ def run(args: argparse.Namespace) -> None:
         workers=args.workers,
         cache=args.cache,
     )
-    texts = [d for d in args.weights if d != SUMS]
     valid = (
         {}
         if args.no_eval
@@ -237,6 +249,6 @@ def train_the_tokenizer(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="tinymoe train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tinymoe train", description=__doc__, allow_abbrev=False)
     add_arguments(parser)
     run(parser.parse_args())

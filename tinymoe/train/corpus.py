@@ -28,15 +28,24 @@ TEXT_DOMAINS = ("english", "german", "python", "verse")
 _CUT = re.compile(r"\n(?=\S)")
 
 
-def read_documents(corpus: Path, domain: str, split: str) -> list[str]:
-    """Documents of DOMAIN.SPLIT.txt.xz. Raises FileNotFoundError that names the file."""
+def corpus_file(corpus: Path, domain: str, split: str) -> Path:
+    """DOMAIN.SPLIT.txt.xz. Raises FileNotFoundError that names the file."""
     path = corpus / f"{domain}.{split}.txt.xz"
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} not found; --corpus must hold {domain}.train.txt.xz and {domain}.valid.txt.xz"
         )
-    with lzma.open(path, "rt", encoding="utf-8", newline="") as file:
-        return file.read().split(SEPARATOR)
+    return path
+
+
+def read_documents(corpus: Path, domain: str, split: str) -> list[str]:
+    """Documents of DOMAIN.SPLIT.txt.xz. Raises FileNotFoundError or ValueError that names the file."""
+    path = corpus_file(corpus, domain, split)
+    try:
+        with lzma.open(path, "rt", encoding="utf-8", newline="") as file:
+            return file.read().split(SEPARATOR)
+    except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as xz-compressed UTF-8 text ({error})") from error
 
 
 def cut(document: str, size: int = 500_000) -> list[str]:
