@@ -77,6 +77,16 @@ def test_chat_answers_each_line(capsys, monkeypatch):
     assert capsys.readouterr().out.count("\n") >= 2
 
 
+def test_the_demo_says_when_its_pages_were_drawn(capsys):
+    assert main(["demo", "--max-tokens", "4"]) == 0
+    out = capsys.readouterr().out
+    # The longest prompts are read in one step (2048 tokens), so all end in step 3 with their fourth token.
+    said = " ".join(out.split())
+    assert "Taken in step 3, just before the first request (english) ends: A english, B german," in said
+    assert " Step 3: " in said  # the caption of that page table
+    assert json.loads(out.splitlines()[-1])["requests"] == 7
+
+
 @pytest.mark.parametrize(
     ("words", "bytes_a_number"),
     [([], 4 if not torch.cuda.is_available() else 2), (["--dtype", "bfloat16"], 2), (["--device", "cpu"], 4)],

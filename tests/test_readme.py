@@ -175,6 +175,14 @@ def test_the_printed_tree_exists():
 
 
 @readme
+def test_what_a_command_needs_is_said_before_it_is_shown():
+    text = README.read_text()
+    shown = min(match.start() for match in re.finditer(r"^tinymoe |`tinymoe \w|^from tinymoe", text, re.M))
+    assert 0 < text.find("source .venv/bin/activate") < shown
+    assert 0 < text.find('pip install -e ".[test]"') < text.find("`tinymoe bench ")
+
+
+@readme
 def test_links_resolve():
     assert broken_links(README.read_text(), ROOT) == []
 

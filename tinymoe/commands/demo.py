@@ -112,12 +112,15 @@ def draw_load(events: Recording) -> RenderableType:
 
 def draw_pages(events: Recording, llm: LLM) -> RenderableType:
     """The page table just before the first request ends, when all seven hold pages."""
-    first_end = events.of("finish")[0].index
-    last_step = max(e.index for e in events.of("step") if e.index < first_end)
+    end = events.of("finish")[0]
+    last_step = max(e.index for e in events.of("step") if e.index < end.index)
     pool, size = llm.engine.blocks.pool, llm.engine.config.block_size
     frame = pages.frame(events, last_step, num_blocks=min(pool.num_blocks, 128), block_size=size)
+    moment = (
+        f"Taken in step {frame['step']}, just before the first request ({list(PROMPTS)[end.request]}) ends"
+    )
     names = ", ".join(f"{letters(e.seq)} {list(PROMPTS)[e.request]}" for e in events.of("arrive"))
-    return terminal.page_table(frame, f"{names}. {pages.caption(frame)}")
+    return terminal.page_table(frame, f"{moment}: {names}. {pages.caption(frame)}")
 
 
 def summary(llm: LLM, outputs: dict[str, RequestOutput], seconds: float) -> dict[str, object]:
