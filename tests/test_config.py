@@ -18,6 +18,20 @@ from tinymoe.core.params import SamplingParams
 from tinymoe.model.decoder import Decoder
 
 SAMPLING = [
+    *(
+        ({name: value}, f"{name} must be True or False, got {value!r}")
+        for name, value in (
+            ("ignore_eos", "yes"),
+            ("include_stop_str_in_output", "no"),
+            ("detokenize", None),
+            ("skip_special_tokens", 3),
+        )
+    ),
+    ({"stop": ["a" * 300, 5]}, "stop must hold str only, got 5"),
+    (
+        {"temperature": "a" * 300_000},
+        f"temperature must be a finite number, got '{'a' * 79}... (300002 characters)",
+    ),
     ({"n": 0}, "n must be at least 1, got 0"),
     ({"n": 1.5}, "n must be an int, got 1.5"),
     ({"n": True}, "n must be an int, got True"),
@@ -68,7 +82,10 @@ ENGINE = [
     ({"max_num_seqs": 0}, "max_num_seqs must be an int of at least 1, got 0"),
     ({"max_num_batched_tokens": 1.0}, "max_num_batched_tokens must be an int of at least 1, got 1.0"),
     ({"block_size": True}, "block_size must be an int of at least 1, got True"),
-    ({"max_model_len": 0}, "max_model_len must be None or an int of at least 1, got 0"),
+    ({"max_model_len": 0}, "max_model_len must be None or an int of at least 2, got 0"),
+    ({"max_model_len": 1}, "max_model_len must be None or an int of at least 2, got 1"),
+    ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, got 'no'"),
+    ({"return_routed_experts": 1}, "return_routed_experts must be True or False, got 1"),
     ({"num_blocks": -1}, "num_blocks must be None or an int of at least 1, got -1"),
     ({"kv_cache_bytes": 0.5}, "kv_cache_bytes must be None or an int of at least 1, got 0.5"),
     ({"num_blocks": 1, "kv_cache_bytes": 2}, "give num_blocks or kv_cache_bytes, not both (got 1 and 2)"),

@@ -617,7 +617,7 @@ def test_what_is_refused_disturbs_nothing(why):
         ({"cache_salt": ""}, "cache_salt must be a non-empty string or None"),
         ({"cache_salt": 5}, "cache_salt must be a non-empty string or None"),
         ({"sampling_params": {"n": 1}}, "sampling_params must be a SamplingParams, got dict"),
-        ({"request_id": "runs"}, "request id 'runs' is in use: wait until it has finished, or abort it"),
+        ({"request_id": "runs"}, "request id 'runs' is in use: wait until it ends, or abort it"),
         ({"request_id": 5}, "request_id must be a string, got 5"),
         ({"request_id": ["a"]}, "request_id must be a string"),
     ],

@@ -173,6 +173,13 @@ def test_missing_or_broken_files(tmp_path):
         Tokenizer(folder)
 
 
+@pytest.mark.parametrize("text", ["a\ud800", b"abc", None, 5], ids=repr)
+def test_what_is_not_text_is_refused(pairs, text):
+    ours, _ = pairs["byte_level"]
+    with pytest.raises(ConfigError, match="text to encode must be a string of valid Unicode, got "):
+        ours.encode(text)
+
+
 def test_a_decoder_that_cannot_stream_still_encodes(tmp_path):
     backend = byte_level()
     backend.decoder = decoders.WordPiece()

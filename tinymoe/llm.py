@@ -1,25 +1,29 @@
 """LLM: load a model, generate, chat, stream. The names are those of vLLM's offline interface."""
 
-import json
+import os
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from tqdm import tqdm
 
+from tinymoe.cache.devices import pick_device
 from tinymoe.core.config import Dtype, EngineConfig
 from tinymoe.core.interrupts import Section
-from tinymoe.core.model_config import ConfigError
+from tinymoe.core.model_config import ConfigError, brief, require
 from tinymoe.core.outputs import Delta, RequestOutput
 from tinymoe.core.params import SamplingParams
 from tinymoe.engine.engine import Engine
+from tinymoe.engine.intake import split_prompts
+from tinymoe.engine.sampling.recommended import recommended
 from tinymoe.model.weights import load_model
 from tinymoe.text import Tokenizer
+from tinymoe.text.chat import conversations
 
 Prompt = str | dict[str, Any] | list[int]
 _OPTIONS = tuple(f.name for f in fields(EngineConfig))
@@ -33,27 +37,18 @@ def bundled_models() -> list[str]:
 
 def resolve_model(model: str | Path) -> Path:
     """A bundled model's folder, or a local folder in Hugging Face format. Raises ConfigError; nothing is downloaded."""
-    if Path(model).is_dir():
+    require(
+        isinstance(model, (str, Path)) and str(model) != "",
+        f"model must be the name of a bundled model ({', '.join(bundled_models())}) or a path, got {brief(model)}",
+    )
+    if os.path.isdir(model):  # False, where Path.is_dir raises, for a name that no file can have
         return Path(model)
     if str(model) in bundled_models():
         return _ZOO / str(model)
     raise ConfigError(
-        f"model {str(model)!r} is neither a local folder nor a bundled model ({', '.join(bundled_models())}); "
+        f"model {brief(str(model))} is neither a local folder nor a bundled model ({', '.join(bundled_models())}); "
         "nothing is downloaded: give the path of a folder with config.json and safetensors"
     )
-
-
-def pick_device(device: str | torch.device) -> torch.device:
-    """ "auto": the GPU if there is one. Raises ConfigError for a device that is not there."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"device {device!r} is not known: use 'auto', 'cpu' or 'cuda'") from error
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device 'cuda' was asked for, but torch sees no GPU: use device='cpu' or 'auto'")
-    return found
 
 
 class Call:
@@ -153,6 +148,10 @@ class LLM:
         if unknown:
             known = "dtype, device, skip_tokenizer_init, " + ", ".join(_OPTIONS)
             raise TypeError(f"LLM has no option {', '.join(map(repr, unknown))}; known: {known}")
+        for name, value in (("dtype", dtype), ("skip_tokenizer_init", skip_tokenizer_init)):
+            choices = get_args(Dtype) if name == "dtype" else (True, False)
+            ok = isinstance(value, (str, bool)) and value in choices
+            require(ok, f"{name} must be {' or '.join(map(repr, choices))}, got {brief(value)}")
         config = EngineConfig(**options)
         folder = resolve_model(model)
         self.device = pick_device(device)
@@ -160,13 +159,13 @@ class LLM:
             dtype = "float32"
         decoder = load_model(folder, dtype=dtype, device=self.device)
         self.model_config = decoder.config
-        self._generation = _read_generation_config(folder)
+        self._params, eos = recommended(folder, decoder.config.vocab_size)
         self._tokenizer = None if skip_tokenizer_init else Tokenizer(folder)
-        eos = self._generation.get("eos_token_id")
-        if eos is None and self._tokenizer is not None:
-            eos = self._tokenizer.eos_token_id
-        eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-        self.engine = Engine(decoder, config, text=self._tokenizer, eos_token_ids=eos_ids)
+        if self._tokenizer is not None:
+            self._tokenizer.detokenizer()  # refuses a decoder that cannot stream, before any request comes
+            if eos is None and self._tokenizer.eos_token_id is not None:
+                eos = (self._tokenizer.eos_token_id,)
+        self.engine = Engine(decoder, config, text=self._tokenizer, eos_token_ids=eos or ())
         self._count = 0
 
     def get_tokenizer(self) -> Tokenizer:
@@ -177,29 +176,24 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """SamplingParams with what the model's generation_config.json recommends."""
-        known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        said = {k: self._generation[k] for k in known if self._generation.get(k) is not None}
-        if self._generation.get("do_sample") is False:
-            said["temperature"] = 0.0
-        return SamplingParams(**said)
+        return self._params
 
     def generate(
         self,
         prompts: Prompt | Seq[Prompt],
-        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Seq[SamplingParams | None] | None = None,
         *,
         use_tqdm: bool = False,
         priority: int | Seq[int] = 0,
     ) -> list[RequestOutput]:
         """Complete one or many prompts, batched; one RequestOutput each, in the order of the prompts.
 
-        prompts: text, a list of token ids, {"prompt_token_ids": [...]}, or a list of these. sampling_params and priority:
-        one for all or one each. Raises RequestError if any prompt is refused; then none is run.
+        prompts: text, token ids (a list or a 1-d array), {"prompt_token_ids": [...]}, or a list of these. sampling_params
+        and priority: one for all or one each; None is what the model recommends. Raises RequestError if any prompt is refused; then none is run.
         """
-        single = isinstance(prompts, (str, dict)) or (bool(prompts) and isinstance(prompts[0], int))
-        items: list[Any] = [prompts] if single else list(prompts)
-        params = self._each(sampling_params, len(items), "sampling_params")
-        priorities = self._each(priority, len(items), "priority")
+        items = split_prompts(prompts)
+        params = self._each_params(sampling_params, len(items))
+        priorities = _each(priority, len(items), "priority")
         finals: dict[str, RequestOutput] = {}
         ids = [self._new_id() for _ in items]
         with Call(self.engine) as call:
@@ -218,7 +212,7 @@ class LLM:
     def chat(
         self,
         messages: list[dict[str, str]] | list[list[dict[str, str]]],
-        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Seq[SamplingParams | None] | None = None,
         *,
         use_tqdm: bool = False,
         chat_template: str | None = None,
@@ -226,10 +220,9 @@ class LLM:
         continue_final_message: bool = False,
     ) -> list[RequestOutput]:
         """Answer one or many conversations ([{"role": ..., "content": ...}, ...]) through the chat template."""
-        many: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         tokenizer = self.get_tokenizer()
         prompts: list[Prompt] = []
-        for conversation in many:
+        for conversation in conversations(messages):
             text = tokenizer.apply_chat_template(
                 conversation,
                 chat_template=chat_template,
@@ -248,7 +241,7 @@ class LLM:
         The request is queued at once, and aborted when the stream is closed or dropped before its end.
         """
         call = Call(self.engine)
-        (params,) = self._each(sampling_params, 1, "sampling_params")
+        (params,) = self._each_params(sampling_params, 1)
         self.engine.add_request(self._new_id(), prompt, params, outbox=call.outbox)
         return Stream(call)
 
@@ -260,30 +253,18 @@ class LLM:
         """Forget all cached prefixes; False (and nothing done) while requests run."""
         return self.engine.reset_prefix_cache()
 
-    def _each(self, value: Any, count: int, what: str) -> list[Any]:
-        if value is None:
-            value = self.get_default_sampling_params()
-        if not isinstance(value, (list, tuple)):
-            return [value] * count
-        if len(value) != count:
-            raise ConfigError(
-                f"{what} must be one or as many as prompts: {count} prompts, {len(value)} {what}"
-            )
-        return list(value)
+    def _each_params(self, value: Any, count: int) -> list[Any]:
+        given = _each(value, count, "sampling_params")
+        return [self._params if one is None else one for one in given]
 
     def _new_id(self) -> str:
         self._count += 1
         return f"llm-{self._count - 1}"
 
 
-def _read_generation_config(folder: Path) -> dict[str, Any]:
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path} cannot be read as JSON ({error}): copy it from the source again"
-        ) from error
-    return value if isinstance(value, dict) else {}
+def _each(value: Any, count: int, what: str) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
+        raise ConfigError(f"{what} must be one or as many as prompts: {count} prompts, {len(value)} {what}")
+    return list(value)

@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+import torch
+
+from tinymoe.cache.devices import memory_bytes
 from tinymoe.core.config import EngineConfig
 from tinymoe.core.model_config import ConfigError, ModelConfig
 
@@ -37,3 +40,40 @@ def plan_cache(model: ModelConfig, engine: EngineConfig, bytes_per_element: int)
             f"{model.kv_elements_per_token} numbers x {bytes_per_element} bytes = {per_block} bytes; raise it or lower block_size"
         )
     return CachePlan(limit // per_block, per_block)
+
+
+# What BlockManager and BlockPool hold: a reference count and a free list entry (a pointer and an int) for each block, and
+# for each seat a length, a free list entry, and a row of the block tables.
+BYTES_PER_BLOCK = 4 + 8 + 32
+BYTES_PER_SEAT = 8 + 8 + 32
+BYTES_PER_TABLE_ENTRY = 4
+
+
+def check_room(plan: CachePlan, engine: EngineConfig, model_len: int, device: torch.device) -> None:
+    """Raise ConfigError with the arithmetic if the cache exceeds the device's memory, or its books the machine's.
+
+    A memory whose size the system does not tell is taken to suffice.
+    """
+    device_bytes, host_bytes = memory_bytes(device), memory_bytes(torch.device("cpu"))
+    if device_bytes is not None and plan.total_bytes > device_bytes:
+        if engine.num_blocks is not None:
+            what = "lower num_blocks"
+        else:
+            what = "lower kv_cache_bytes" if engine.kv_cache_bytes is not None else "lower block_size"
+        raise ConfigError(
+            f"the KV cache does not fit: {plan.num_blocks} blocks of {engine.block_size} tokens x {plan.bytes_per_block} "
+            f"bytes a block = {_gib(plan.total_bytes)}, the memory has {_gib(device_bytes)}; {what}"
+        )
+    width = -(-model_len // engine.block_size)
+    seats = engine.max_num_seqs * (BYTES_PER_SEAT + width * BYTES_PER_TABLE_ENTRY)
+    if host_bytes is not None and seats + plan.num_blocks * BYTES_PER_BLOCK > host_bytes:
+        raise ConfigError(
+            f"the block tables do not fit: max_num_seqs ({engine.max_num_seqs}) x {width} blocks of a sequence x "
+            f"{BYTES_PER_TABLE_ENTRY} bytes, and lists of {engine.max_num_seqs} seats and {plan.num_blocks} blocks = "
+            f"{_gib(seats + plan.num_blocks * BYTES_PER_BLOCK)}, the machine has {_gib(host_bytes)}; lower max_num_seqs "
+            "or max_model_len"
+        )
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from tinymoe.core.model_config import ModelConfig, require
+from tinymoe.core.model_config import ModelConfig, brief, require
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -12,7 +12,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 class EngineConfig:
     """Limits and modes of one engine.
 
-    max_model_len: longest prompt + output, in tokens; None takes the model's max_position_embeddings.
+    max_model_len: longest prompt + output, in tokens, at least one each; None takes the model's max_position_embeddings.
     max_num_seqs: sequences that run at once. max_num_batched_tokens: token budget of one step.
     block_size: tokens per KV page. num_blocks or kv_cache_bytes: size of the KV cache (give at most one;
         neither: room for max_num_seqs sequences of max_model_len, at most 1 GiB).
@@ -40,23 +40,27 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             value = getattr(self, name)
             ok = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            require(ok, f"{name} must be an int of at least 1, got {value!r}")
-        for name in ("max_model_len", "num_blocks", "kv_cache_bytes"):
+            require(ok, f"{name} must be an int of at least 1, got {brief(value)}")
+        for name, least in (("max_model_len", 2), ("num_blocks", 1), ("kv_cache_bytes", 1)):
             value = getattr(self, name)
-            ok = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
-            require(ok, f"{name} must be None or an int of at least 1, got {value!r}")
+            ok = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= least)
+            require(ok, f"{name} must be None or an int of at least {least}, got {brief(value)}")
+        for name in ("enable_prefix_caching", "return_routed_experts"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), f"{name} must be True or False, got {brief(value)}")
         require(
             self.num_blocks is None or self.kv_cache_bytes is None,
             f"give num_blocks or kv_cache_bytes, not both (got {self.num_blocks} and {self.kv_cache_bytes})",
         )
         require(
-            self.policy in ("fcfs", "priority"), f"policy must be 'fcfs' or 'priority', got {self.policy!r}"
+            self.policy in ("fcfs", "priority"),
+            f"policy must be 'fcfs' or 'priority', got {brief(self.policy)}",
         )
         value = self.long_prefill_token_threshold
         ok = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        require(ok, f"long_prefill_token_threshold must be an int of at least 0, got {value!r}")
+        require(ok, f"long_prefill_token_threshold must be an int of at least 0, got {brief(value)}")
         ok = isinstance(self.seed, int) and not isinstance(self.seed, bool) and 0 <= self.seed < 2**63
-        require(ok, f"seed must be an int in 0..2^63-1, got {self.seed!r}")
+        require(ok, f"seed must be an int in 0..2^63-1, got {brief(self.seed)}")
 
     def model_len(self, model: ModelConfig) -> int:
         """max_model_len, or the model's own limit. Raises ConfigError if it exceeds what the model was built for."""

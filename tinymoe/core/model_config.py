@@ -19,6 +19,15 @@ def require(ok: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def brief(value: object, limit: int = 80) -> str:
+    """repr(value) for a message: a long one is cut, and its length told."""
+    try:
+        text = repr(value)
+    except Exception:  # whatever a stranger's __repr__ raises, and ints of more than 4300 digits
+        return f"a {type(value).__name__}"
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Rotary position embedding (Su et al. 2021) and its long-context variants.

@@ -5,7 +5,7 @@ import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tinymoe.core.model_config import ConfigError, require
+from tinymoe.core.model_config import ConfigError, brief, require
 
 GREEDY_BELOW = 1e-5  # temperatures under this mean exact argmax, as in vLLM
 MAX_LOGPROBS = 1000
@@ -18,12 +18,12 @@ def _as_tuple(value: Any, what: str, kind: type) -> tuple:
         value = (value,)
     require(
         isinstance(value, (list, tuple, set, frozenset)),
-        f"{what} must be a list of {kind.__name__}, got {value!r}",
+        f"{what} must be a list of {kind.__name__}, got {brief(value)}",
     )
     out = tuple(value)
     for item in out:
         ok = isinstance(item, kind) and not isinstance(item, bool)
-        require(ok, f"{what} must hold {kind.__name__} only, got {item!r}")
+        require(ok, f"{what} must hold {kind.__name__} only, got {brief(item)}")
     return out
 
 
@@ -82,7 +82,7 @@ class SamplingParams:
             value = getattr(self, name)
             require(
                 isinstance(value, int) and not isinstance(value, bool),
-                f"{name} must be an int, got {value!r}",
+                f"{name} must be an int, got {brief(value)}",
             )
         floats = (
             "temperature",
@@ -92,10 +92,13 @@ class SamplingParams:
             "presence_penalty",
             "frequency_penalty",
         )
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), f"{name} must be True or False, got {brief(value)}")
         for name in floats:
             value = getattr(self, name)
             ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            require(ok, f"{name} must be a finite number, got {value!r}")
+            require(ok, f"{name} must be a finite number, got {brief(value)}")
         require(self.n >= 1, f"n must be at least 1, got {self.n}")
         require(self.temperature >= 0, f"temperature must be 0 (greedy) or positive, got {self.temperature}")
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
@@ -108,10 +111,10 @@ class SamplingParams:
             require(-2 <= getattr(self, name) <= 2, f"{name} must be in [-2, 2], got {getattr(self, name)}")
         if self.seed is not None:
             ok = isinstance(self.seed, int) and not isinstance(self.seed, bool) and 0 <= self.seed < 2**63
-            require(ok, f"seed must be None or an int in 0..2^63-1, got {self.seed!r}")
+            require(ok, f"seed must be None or an int in 0..2^63-1, got {brief(self.seed)}")
         value = self.max_tokens
         ok = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
-        require(ok, f"max_tokens must be None or an int of at least 1, got {value!r}")
+        require(ok, f"max_tokens must be None or an int of at least 1, got {brief(value)}")
         require(self.min_tokens >= 0, f"min_tokens must not be negative, got {self.min_tokens}")
         require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
@@ -122,7 +125,7 @@ class SamplingParams:
             ok = value is None or (
                 isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_LOGPROBS
             )
-            require(ok, f"{name} must be None or 0..{MAX_LOGPROBS}, got {value!r}")
+            require(ok, f"{name} must be None or 0..{MAX_LOGPROBS}, got {brief(value)}")
         require(all(self.stop), "stop strings must not be empty")
         require(all(self.bad_words), "bad_words must not be empty strings")
         require(
@@ -130,7 +133,9 @@ class SamplingParams:
             "stop and bad_words are strings: they need detokenize=True",
         )
         if self.logit_bias is not None:
-            require(isinstance(self.logit_bias, dict), f"logit_bias must be a dict, got {self.logit_bias!r}")
+            require(
+                isinstance(self.logit_bias, dict), f"logit_bias must be a dict, got {brief(self.logit_bias)}"
+            )
             try:
                 bias = {operator.index(k): float(v) for k, v in self.logit_bias.items()}
             except (TypeError, ValueError) as error:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from tinymoe.cache.blocks import BlockManager
-from tinymoe.cache.planner import plan_cache
+from tinymoe.cache.planner import check_room, plan_cache
 from tinymoe.cache.storage import KVStorage
 from tinymoe.core.config import EngineConfig
 from tinymoe.core.interrupts import Section
 from tinymoe.core.metrics import EngineMetrics
+from tinymoe.core.model_config import brief, require
 from tinymoe.core.outputs import RequestOutput
 from tinymoe.core.params import SamplingParams
 from tinymoe.core.sequence import Chunk, Request, Sequence, Status
@@ -47,11 +48,16 @@ class Engine:
         self.config = config = config or EngineConfig()
         self.text = text
         self.eos_token_ids = tuple(eos_token_ids)
+        known = all(0 <= token < model.config.vocab_size for token in self.eos_token_ids)
+        require(
+            known, f"eos_token_ids must be in 0..{model.config.vocab_size - 1}, got {brief(eos_token_ids)}"
+        )
         self.max_model_len = config.model_len(model.config)
         self.trace = Trace()
         self.metrics = EngineMetrics()
         weight = model.norm.weight
         plan = plan_cache(model.config, config, weight.element_size())
+        check_room(plan, config, self.max_model_len, weight.device)
         self.blocks = BlockManager(
             plan.num_blocks,
             config.block_size,
@@ -96,9 +102,7 @@ class Engine:
         """
         check_id(request_id)
         if request_id in self._requests:
-            raise RequestError(
-                f"request id {request_id!r} is in use: wait until it has finished, or abort it"
-            )
+            raise RequestError(f"request id {brief(request_id)} is in use: wait until it ends, or abort it")
         params = sampling_params if sampling_params is not None else SamplingParams()
         with self._section:
             request = self.intake.accept(request_id, prompt, params, priority, cache_salt)

@@ -15,7 +15,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tinymoe.core.model_config import ConfigError, require
+from tinymoe.core.model_config import ConfigError, brief, require
 
 END_MARK = "<<end of the message to continue>>"
 HINT = (
@@ -147,12 +147,30 @@ class ChatTemplates:
         return self._compiled[source]
 
 
+def conversations(messages: Any) -> list[Any]:
+    """The conversations of one call, which brings one conversation or a list of them; `render` checks each."""
+    require(
+        hasattr(messages, "__iter__") and not isinstance(messages, (str, bytes, dict, set, frozenset)),
+        f"messages must be a list of {{'role': ..., 'content': ...}}, or a list of such lists, got {brief(messages)}",
+    )
+    items = list(messages)
+    return [items] if items and isinstance(items[0], dict) else items
+
+
 def _check(messages: Any, tools: Any) -> None:
     ok = isinstance(messages, (list, tuple)) and len(messages) > 0
-    require(ok, f"messages must be a list of at least one {{'role': ..., 'content': ...}}, got {messages!r}")
+    require(
+        ok, f"messages must be a list of at least one {{'role': ..., 'content': ...}}, got {brief(messages)}"
+    )
     for message in messages:
         ok = isinstance(message, dict) and isinstance(message.get("role"), str)
-        require(ok, f"each message must be a dict with a 'role', got {message!r}")
+        require(ok, f"each message must be a dict with a 'role', got {brief(message)}")
+        content, called = message.get("content"), message.get("tool_calls")
+        blocks = isinstance(content, (list, tuple)) and all(isinstance(block, dict) for block in content)
+        require(
+            isinstance(content, str) or blocks or (content is None and bool(called)),
+            f"each message needs a 'content', text or a list of blocks (dicts), got {brief(message)}",
+        )
     ok = tools is None or all(isinstance(tool, dict) for tool in tools)
     require(ok, "tools must be JSON schemas (dicts); turn a function into one first")
 
@@ -167,7 +185,9 @@ def _mark_end(messages: list[dict]) -> list[dict]:
     blocks = [
         block for block in content or [] if isinstance(block, dict) and isinstance(block.get("text"), str)
     ]
-    require(bool(blocks), f"continue_final_message: the last message has no text to continue: {content!r}")
+    require(
+        bool(blocks), f"continue_final_message: the last message has no text to continue: {brief(content)}"
+    )
     blocks[-1]["text"] += f"{END_MARK} "
     return messages
 

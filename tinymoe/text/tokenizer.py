@@ -7,7 +7,7 @@ from typing import Any
 
 import tokenizers
 
-from tinymoe.core.model_config import ConfigError, require
+from tinymoe.core.model_config import ConfigError, brief, require
 from tinymoe.core.params import SamplingParams
 from tinymoe.text.chat import ChatTemplates
 from tinymoe.text.detokenize import Decoding, IncrementalDetokenizer
@@ -109,7 +109,13 @@ class Tokenizer:
         return sorted(self._decoding.special_ids)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Raises ConfigError for what is not text, or holds half a surrogate pair."""
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            raise ConfigError(
+                f"text to encode must be a string of valid Unicode, got {brief(text)}: decode bytes with errors='replace'"
+            ) from error
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -162,7 +168,7 @@ class Tokenizer:
             forms = [
                 self.encode(text, add_special_tokens=False) for text in (word.lstrip(), f" {word.lstrip()}")
             ]
-            require(any(forms), f"bad_words: {word!r} has no tokens in this tokenizer")
+            require(any(forms), f"bad_words: {brief(word)} has no tokens in this tokenizer")
             for ids in forms:
                 if ids and not any(ids[-len(known) :] == known for known in found):
                     found.append(ids)
