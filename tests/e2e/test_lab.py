@@ -22,7 +22,9 @@ from playwright.sync_api import Page, expect
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parents[2]
 REAL = [
-    p.name for number in ("00", "01", "02", "09") for p in sorted((ROOT / "notebooks").glob(f"{number}_*.ipynb"))
+    p.name
+    for number in ("00", "01", "02", "09")
+    for p in sorted((ROOT / "notebooks").glob(f"{number}_*.ipynb"))
 ]
 TOKEN = "e2e"
 START_S, RUN_MS, MOVE_MS = 120, 180_000, 45_000
