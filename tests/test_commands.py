@@ -206,6 +206,9 @@ def test_a_text_that_looks_like_an_option(capsys):
         main(["generate", "-5+3="])
     assert ended.value.code == 2
     assert "goes behind --, as in: tinymoe generate -- -5+3=" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["generate", "a", "--n", "2", "b"])
+    assert "arguments: b; all texts stand side by side, with no option between" in capsys.readouterr().err
     assert main(["generate", *DRAFT, "--max-tokens", "1", "--", "-5+3="]) == 0
     assert capsys.readouterr().out.startswith("-5+3=")
 

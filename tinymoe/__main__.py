@@ -106,6 +106,8 @@ def _unknown(sub: argparse.ArgumentParser, command: str, words: list[str]) -> No
     hint, texts = "", [word for word in words if re.match("-(?!-[A-Za-z])", word)]
     if command in TAKES_TEXT and texts:
         hint = f"; a text that begins with - goes behind --, as in: {sub.prog} -- {shlex.quote(texts[0])}"
+    elif command in TAKES_TEXT and not words[0].startswith("-"):
+        hint = "; all texts stand side by side, with no option between them"
     sub.error(f"unrecognized arguments: {' '.join(words)}{hint}")
 
 
