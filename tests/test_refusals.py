@@ -119,7 +119,22 @@ def test_none_in_a_list_is_what_the_model_recommends(folder):
         one.outputs[0].token_ids == two.outputs[0].token_ids == llm.generate("It was")[0].outputs[0].token_ids
     )
     with pytest.raises(RequestError, match=r"priority must be an int .*, got None"):
-        llm.generate("It was", priority=None)
+        llm.generate("It was", priority=None)  # pyright: ignore[reportArgumentType]
+
+
+def test_long_values_are_cut():
+    for options in (
+        {"logit_bias": {1: LONG}},
+        {"stop_token_ids": [LONG]},
+        {"stop": {LONG: 1}},
+        {"seed": 10**5000},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            SamplingParams(**options)
+        assert len(str(caught.value)) < 200
+    with pytest.raises(TypeError) as unknown:
+        LLM(**{LONG: 1})
+    assert len(str(unknown.value)) < 600
 
 
 # The options of LLM

@@ -147,7 +147,7 @@ class LLM:
         unknown = sorted(options.keys() - set(_OPTIONS))
         if unknown:
             known = "dtype, device, skip_tokenizer_init, " + ", ".join(_OPTIONS)
-            raise TypeError(f"LLM has no option {', '.join(map(repr, unknown))}; known: {known}")
+            raise TypeError(f"LLM has no option {', '.join(map(brief, unknown))}; known: {known}")
         for name, value in (("dtype", dtype), ("skip_tokenizer_init", skip_tokenizer_init)):
             choices = get_args(Dtype) if name == "dtype" else (True, False)
             ok = isinstance(value, (str, bool)) and value in choices

@@ -139,7 +139,9 @@ class SamplingParams:
             try:
                 bias = {operator.index(k): float(v) for k, v in self.logit_bias.items()}
             except (TypeError, ValueError) as error:
-                raise ConfigError(f"logit_bias must map token ids (ints) to numbers: {error}") from error
+                raise ConfigError(
+                    f"logit_bias must map token ids (ints) to numbers: {brief(error)}"
+                ) from error
             require(all(math.isfinite(v) for v in bias.values()), "logit_bias values must be finite")
             put("logit_bias", bias)
 

@@ -220,7 +220,7 @@ class Engine:
         self.blocks.undo()
         for request in {chunk.seq.request.number: chunk.seq.request for chunk in chunks}.values():
             if not request.finished:
-                request.error = f"the step of this request could not be recorded: {error!r}"
+                request.error = f"the step of this request could not be recorded: {brief(error)}"
             for seq in request.sequences:
                 self._finish(seq, "error", f"{__name__}:Engine._fail#not-recorded")
             self.reporter.deliver(request)

@@ -136,7 +136,7 @@ class ChatTemplates:
             AttributeError,
             ArithmeticError,
         ) as error:
-            raise ConfigError(f"the chat template refused these messages: {error}") from error
+            raise ConfigError(f"the chat template refused these messages: {str(error)[:500]}") from error
         return _cut_at_mark(text) if continue_final_message else text
 
     def _compile(self, source: str) -> jinja2.Template:
