@@ -86,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return _refuse(
             arguments.command, f"not enough memory{why}: ask for less, as with a smaller --num-blocks"
         )
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, OSError) as error:
         # Every refusal of tinymoe is one of these and says what to change.
         return _refuse(arguments.command, str(error))
     except RuntimeError as error:
