@@ -72,7 +72,7 @@ def test_what_is_no_prompt_is_refused(llm, prompt, message):
     "prompt",
     [np.array([5, 6]), torch.tensor([5, 6]), [np.int64(5), np.int32(6)], [torch.tensor(5), 6], range(5, 7), (5, 6),
      iter([5, 6]), (i for i in ([5, 6],)), np.array([[5, 6]]), [np.array([5, 6])], {"prompt_token_ids": torch.tensor([5, 6])}],
-    ids=str,
+    ids=map(str, range(11)),
 )  # fmt: skip
 def test_token_ids_in_every_ordered_form(llm, prompt):
     (output,) = llm.generate(prompt, GREEDY)
