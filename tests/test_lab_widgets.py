@@ -32,6 +32,7 @@ MODULES = (
     "router_dial",
     "schedule_chart",
     "scrubber",
+    "tile_map",
     "token_matrix",
 )
 

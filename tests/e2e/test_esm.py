@@ -53,6 +53,18 @@ CONTRAST = """() => {
 
 
 LOGITS = [0.5, -1.25, 2.0, 0.25, -3.0, 1.5]
+TILES = {
+    "event": 5,
+    "step": 4,
+    "last": 8,
+    "now": [2, 1],
+    "tiles": [[1, 0, 4], [1, 4, 1], [3, 5, 2]],
+    "block_m": 4,
+    "words": ["def", " read", "(", "path", "\n", " with", " open"],
+    "blocks": 2,
+    "done": [[0, 1], [0], [0, 1]],
+    "experts": [[1, 150], [3, 100]],
+}
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +130,8 @@ def traits_of(name, events):
         }
     if name == "router_dial":
         return {"frame": RouterDial(LOGITS, expert=3).frame, "selection": "", "turnable": True}
+    if name == "tile_map":
+        return {"frame": TILES, "selection": ""}
     view = {"page_table": pages, "prefix_tree": prefix, "schedule_chart": schedule}[name]
     chosen = view.moments(events)
     options = {"block_size": 4} if view is pages else {}
@@ -127,7 +141,16 @@ def traits_of(name, events):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(
     "name",
-    ["page_table", "prefix_tree", "schedule_chart", "scrubber", "predict", "token_matrix", "router_dial"],
+    [
+        "page_table",
+        "prefix_tree",
+        "schedule_chart",
+        "scrubber",
+        "predict",
+        "token_matrix",
+        "router_dial",
+        "tile_map",
+    ],
 )
 def test_text_can_be_read_by_day_and_night(draw, events, name, scheme):
     here = draw(name, traits_of(name, events), scheme, color_scheme=scheme)
@@ -239,6 +262,26 @@ def test_dial_without_a_kernel_offers_no_dead_buttons(draw, events):
     here = draw("router_dial", {**traits_of("router_dial", events), "turnable": False})
     assert here.page.get_by_role("button").count() == 0
     assert here.page.get_by_role("row").count() == 1 + len(LOGITS)
+
+
+def test_tile_map_draws_rows_room_and_blocks(draw, events):
+    here = draw("tile_map", traits_of("tile_map", events))
+    lines = here.page.locator("g[data-tile]").all()
+    kinds = ["row", "room", "block.done", "block.at", "block:not(.done):not(.at)"]
+    assert [[t.locator(f"rect.{k}").count() for k in kinds] for t in lines] == [
+        [4, 0, 2, 0, 0],
+        [1, 3, 1, 0, 1],
+        [2, 2, 1, 1, 0],
+    ]
+    texts = [[x.strip() for x in t.locator("text").all_text_contents()] for t in lines]
+    assert texts[0] == ["expert 1", "def", "read", "(", "path", "150 %"]
+    assert texts[1] == ["expert 1", "\\n"]  # the expert's share stands at its first tile
+    assert texts[2] == ["▸ expert 3", "with", "open", "100 %"]
+    image = here.page.get_by_role("img")
+    assert image.get_attribute("aria-label") == "tile map: program 4 works on tile 2, expert 3"
+    here.page.evaluate("(frame) => model.set('frame', frame)", {**TILES, "now": [-1, -1]})
+    assert here.page.locator("g.now").count() == 0
+    assert image.get_attribute("aria-label") == "tile map: no tile is left for this program"
 
 
 def test_controls_by_keyboard(draw, events):

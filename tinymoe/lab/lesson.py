@@ -2,11 +2,13 @@
 
 import random
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import plotly.io
 import torch
+from IPython.core.getipython import get_ipython
 
 from tinymoe.core.trace import Event
 from tinymoe.lab.exercises.catalogue import JUDGES
@@ -63,6 +65,21 @@ class Lesson:
         widget = Predict(events, at, question, num_blocks=num_blocks)
         self._predictions.append(widget)
         return widget
+
+    def needs(self, package: str, reason: str) -> None:
+        """Where a package is not installed, say so, and skip the later cells that begin with the line `# needs PACKAGE`."""
+        if find_spec(package) is not None:
+            return
+        said = f"{package} is not installed here ({reason})"
+        print(
+            f"{said}: cells that begin with '# needs {package}' are skipped; their stored output is in the book."
+        )
+
+        def skip(lines: list[str]) -> list[str]:
+            return [f"print({f'skipped: {said}'!r})\n"] if lines[:1] == [f"# needs {package}\n"] else lines
+
+        if shell := get_ipython():
+            shell.input_transformers_cleanup.append(skip)
 
     def recap(self) -> None:
         """Print which exercises are solved and how many predictions were right."""

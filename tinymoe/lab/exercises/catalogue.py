@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tinymoe.lab.exercises import caching, paging, routing, scheduling, tracing
+from tinymoe.lab.exercises import caching, paging, routing, scheduling, tiling, tracing
 from tinymoe.lab.exercises.judge import Judge
 
 JUDGES: Mapping[str, Judge] = MappingProxyType(
@@ -11,6 +11,7 @@ JUDGES: Mapping[str, Judge] = MappingProxyType(
         "00.1": tracing.first_token,
         "01.1": routing.choose,
         "02.1": routing.imbalance,
+        "07.1": tiling.sort_pairs,
         "08.1": caching.bytes_per_token,
         "08.2": caching.tokens_computed,
         "09.1": paging.pool,

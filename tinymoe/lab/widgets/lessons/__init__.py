@@ -1,1 +1,1 @@
-"""Widgets that one lesson needs: the attention matrix of notebook 08, the router dial of notebook 01."""
+"""Widgets that one lesson needs: the attention matrix of notebook 08, the router dial of 01, the tile map of 07."""
