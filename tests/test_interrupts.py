@@ -29,6 +29,14 @@ def llm(shared):
     at_rest(shared)
 
 
+@pytest.fixture(autouse=True)
+def _handled():
+    """Python's own handler, whatever this process inherited: jobs in the background of a shell ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def at_rest(llm):
     engine, pool = llm.engine, llm.engine.blocks.pool
     assert not engine.has_unfinished_requests()
