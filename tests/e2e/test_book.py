@@ -93,7 +93,8 @@ def book(tmp_path_factory) -> Path:
     shutil.copytree(ROOT / "book", source, ignore=shutil.ignore_patterns("_build", "notebooks"))
     shutil.copytree(ROOT / "notebooks", notebooks)
     (source / "notebooks").symlink_to("../notebooks")
-    (root / "tinymoe").symlink_to(ROOT / "tinymoe")
+    for folder in ("tinymoe", "kernels"):  # notebooks link to them
+        (root / folder).symlink_to(ROOT / folder)
     cells = [new_markdown_cell(TEXT)]
     for i, data in enumerate(probe_outputs(), 1):
         shown = new_output("display_data", data=data | {"text/plain": "a picture"})
