@@ -151,7 +151,7 @@ def state(page: Page, nth: int) -> tuple[str, str]:
     player = page.locator(".player").nth(nth)
     pictures = player.locator(".player-picture").all()
     picture = " ".join(p.evaluate("p => p.data ? JSON.stringify(p.data) : p.innerHTML") for p in pictures)
-    return picture, player.locator("[role=status]").inner_text()
+    return picture, player.locator(".player-caption").inner_text()
 
 
 def until(read: Callable[[], Any], good: Callable[[Any], bool], seconds: float = 3) -> Any:
