@@ -17,9 +17,9 @@ class RouteRecorder:
     distinct [L] and routed_steps give the mean number of experts that a step has to read.
     """
 
-    def __init__(self, config: ModelConfig, storage: KVStorage, trace: Trace, path: str = "adaptive"):
+    def __init__(self, config: ModelConfig, storage: KVStorage, trace: Trace):
         self.config = config
-        self.path = path
+        self.path = "adaptive"  # how the experts run; the runner takes it from the model
         self.storage = storage
         self.trace = trace
         self.load = np.zeros((config.num_hidden_layers, config.max_experts), dtype=np.int64)
