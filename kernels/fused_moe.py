@@ -27,7 +27,7 @@ import triton.language as tl
 from tinymoe.kernels.combine import combine
 from tinymoe.kernels.grouped_gemm import Tile, down, silu, up
 from tinymoe.kernels.sort_tokens import sort_tokens
-from tinymoe.kernels.topk_softmax import route, route_constants, topk_softmax
+from tinymoe.kernels.topk_softmax import check_num_valid, route, route_constants, topk_softmax
 
 # Few tokens: no sort
 
@@ -39,7 +39,7 @@ def pick(values, j, KP: tl.constexpr):
 
 @triton.jit
 def decode_up_kernel(
-    x, logits, bias, w, h, ids_out, weights_out, stride_x, stride_l, stride_w,
+    x, logits, bias, w, h, ids_out, weights_out, num_valid, stride_x, stride_l, stride_w,
     H: tl.constexpr, I: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     SIGMOID: tl.constexpr, BIASED: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, TOP_G: tl.constexpr,
     RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -47,6 +47,12 @@ def decode_up_kernel(
     """One program is one pair (token, slot) and BLOCK_N features: h = silu(gate) * up."""
     pair = tl.program_id(0)
     token = (pair // K).to(tl.int64)
+    if num_valid is not None:  # noqa: SIM102 (decided when compiling)
+        if token >= tl.load(num_valid):
+            if tl.program_id(1) == 0:
+                tl.store(ids_out + pair, -1)
+                tl.store(weights_out + pair, 0.0)
+            return
     ids, weights = route(
         logits, bias, token, stride_l, E, EP, K, KP, SIGMOID, BIASED, G, GP, TOP_G, RENORMALIZE, SCALE
     )
@@ -71,7 +77,7 @@ def decode_up_kernel(
 
 @triton.jit
 def decode_down_kernel(
-    h, w, ids, weights, residual, shared, out, stride_w, stride_r, stride_s,
+    h, w, ids, weights, residual, shared, out, num_valid, stride_w, stride_r, stride_s,
     H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, RESIDUAL: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
@@ -82,9 +88,10 @@ def decode_down_kernel(
     total = tl.zeros((BLOCK_N,), tl.float32)
     STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for step in tl.range(
-        0, K * STEPS, num_stages=STAGES
-    ):  # one loop over slots and blocks: loads run ahead of slots
+    steps = K * STEPS
+    if num_valid is not None:
+        steps = tl.where(token < tl.load(num_valid), steps, 0)
+    for step in tl.range(0, steps, num_stages=STAGES):  # over slots and blocks: loads run ahead of slots
         j = step // STEPS
         start = (step % STEPS) * BLOCK_K
         pair = token * K + j
@@ -175,15 +182,19 @@ def fused_moe(
     residual_TH: torch.Tensor | None = None,
     shared_TH: torch.Tensor | None = None,
     selection_bias_E: torch.Tensor | None = None,
+    num_valid: torch.Tensor | None = None,
     invariant: bool = False,
     use: Plan | None = None,
     **routing,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x [T, H], logits [T, E], gate_up [E, 2I, H] (gate rows first), down [E, H, I] -> out [T, H], ids [T, K] int32,
     weights [T, K] float32. x, weights and out share one dtype (float32, bfloat16 or float16); products are summed in
-    float32. out = sum over the router's slots, + shared [T, H], + residual [T, H]. routing: as for topk_softmax. use:
-    another plan than `plan` chooses. Raises ValueError for shapes, dtypes and layouts that do not fit.
+    float32. out = sum over the router's slots, + shared [T, H], + residual [T, H]. num_valid: one int32 on the device;
+    rows from there on (the padding of a CUDA graph) visit no expert, whatever they hold: ids -1, weights 0, and out is
+    shared + residual, or 0. routing: as for topk_softmax. use: another plan than `plan` chooses. Raises ValueError for
+    shapes, dtypes and layouts that do not fit.
     """
+    check_num_valid(num_valid)
     T, H = x_TH.shape
     E, I = gate_up_E2IH.shape[0], gate_up_E2IH.shape[1] // 2
     _check(x_TH, logits_TE, gate_up_E2IH, down_EHI)
@@ -191,7 +202,9 @@ def fused_moe(
     out_TH = torch.empty(T, H, dtype=x_TH.dtype, device=x_TH.device)
     h_PI = torch.empty(T * top_k, I, dtype=x_TH.dtype, device=x_TH.device)
     if not isinstance(chosen.up, DecodeTile):
-        ids_TK, weights_TK = topk_softmax(logits_TE, top_k, selection_bias_E=selection_bias_E, **routing)
+        ids_TK, weights_TK = topk_softmax(
+            logits_TE, top_k, selection_bias_E=selection_bias_E, num_valid=num_valid, **routing
+        )
         grouped(
             x_TH, ids_TK, weights_TK, gate_up_E2IH, down_EHI, h_PI, out_TH, residual_TH, shared_TH, chosen
         )
@@ -200,33 +213,38 @@ def fused_moe(
     weights_TK = torch.empty(T, top_k, dtype=torch.float32, device=x_TH.device)
     if T:
         decode_up(
-            x_TH, logits_TE, selection_bias_E, gate_up_E2IH, h_PI, ids_TK, weights_TK, chosen.up, **routing
+            x_TH, logits_TE, selection_bias_E, gate_up_E2IH, h_PI, ids_TK, weights_TK, num_valid, chosen.up,
+            **routing,
+        )  # fmt: skip
+        decode_down(
+            h_PI, ids_TK, weights_TK, down_EHI, out_TH, residual_TH, shared_TH, num_valid, chosen.down
         )
-        decode_down(h_PI, ids_TK, weights_TK, down_EHI, out_TH, residual_TH, shared_TH, chosen.down)
     return out_TH, ids_TK, weights_TK
 
 
 def decode_up(
-    x_TH, logits_TE, selection_bias_E, gate_up_E2IH, h_PI, ids_TK, weights_TK, tile: DecodeTile, **routing
-) -> None:
-    """Writes ids and weights [T, K], and h [T*K, I] in pair order."""
+    x_TH, logits_TE, selection_bias_E, gate_up_E2IH, h_PI, ids_TK, weights_TK, num_valid, tile: DecodeTile, **routing
+) -> None:  # fmt: skip
+    """Writes ids and weights [T, K], and h [T*K, I] in pair order; rows of h beyond num_valid stay as they are."""
     P, I = h_PI.shape
     E, K = gate_up_E2IH.shape[0], ids_TK.shape[1]
     bias = logits_TE if selection_bias_E is None else selection_bias_E
     decode_up_kernel[(P, triton.cdiv(I, tile.block_n))](
-        x_TH, logits_TE, bias, gate_up_E2IH, h_PI, ids_TK, weights_TK,
+        x_TH, logits_TE, bias, gate_up_E2IH, h_PI, ids_TK, weights_TK, num_valid,
         x_TH.stride(0), logits_TE.stride(0), gate_up_E2IH.stride(0), H=x_TH.shape[1], I=I,
         **route_constants(E, K, biased=selection_bias_E is not None, **routing),
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages, num_warps=tile.num_warps,
     )  # fmt: skip
 
 
-def decode_down(h_PI, ids_TK, weights_TK, down_EHI, out_TH, residual_TH, shared_TH, tile: DecodeTile) -> None:
+def decode_down(
+    h_PI, ids_TK, weights_TK, down_EHI, out_TH, residual_TH, shared_TH, num_valid, tile: DecodeTile
+) -> None:
     """Writes out [T, H] from h [T*K, I] in pair order."""
     T, H = out_TH.shape
     residual, shared = (out_TH if t is None else t for t in (residual_TH, shared_TH))
     decode_down_kernel[(T, triton.cdiv(H, tile.block_n))](
-        h_PI, down_EHI, ids_TK, weights_TK, residual, shared, out_TH,
+        h_PI, down_EHI, ids_TK, weights_TK, residual, shared, out_TH, num_valid,
         down_EHI.stride(0), residual.stride(0), shared.stride(0), H=H, I=h_PI.shape[1], K=ids_TK.shape[1],
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages,
         RESIDUAL=residual_TH is not None, SHARED=shared_TH is not None, num_warps=tile.num_warps,

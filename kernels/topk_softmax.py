@@ -114,11 +114,17 @@ def route(
 
 @triton.jit(do_not_specialize=["stride"])
 def topk_softmax_kernel(
-    logits, bias, ids_out, weights_out, stride,
+    logits, bias, ids_out, weights_out, num_valid, stride,
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr, TOP_G: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
+    if num_valid is not None:  # noqa: SIM102 (decided when compiling)
+        if token >= tl.load(num_valid):
+            for j in tl.static_range(K):
+                tl.store(ids_out + token.to(tl.int64) * K + j, -1)
+                tl.store(weights_out + token.to(tl.int64) * K + j, 0.0)
+            return
     ids, weights = route(
         logits, bias, token, stride, E, EP, K, KP, SIGMOID, BIASED, G, GP, TOP_G, RENORMALIZE, SCALE
     )
@@ -163,13 +169,27 @@ def route_constants(
     }
 
 
+def check_num_valid(num_valid: torch.Tensor | None) -> None:
+    if num_valid is not None and (num_valid.dtype is not torch.int32 or num_valid.numel() != 1):
+        raise ValueError(
+            f"num_valid must be one int32 on the device, got {num_valid.dtype} {list(num_valid.shape)}"
+        )
+
+
 def topk_softmax(
-    logits_TE: torch.Tensor, top_k: int, *, selection_bias_E: torch.Tensor | None = None, **options
+    logits_TE: torch.Tensor,
+    top_k: int,
+    *,
+    selection_bias_E: torch.Tensor | None = None,
+    num_valid: torch.Tensor | None = None,
+    **options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [T, E] float16, bfloat16 or float32 -> ids [T, K] int32 (best first), weights [T, K] float32.
 
-    options: scoring, n_group, topk_group, renormalize, scale, as in the reference.
+    num_valid: one int32 on the device; rows from there on (the padding of a CUDA graph) get ids -1 and weights 0,
+    whatever they hold. options: scoring, n_group, topk_group, renormalize, scale, as in the reference.
     """
+    check_num_valid(num_valid)
     T, E = logits_TE.shape
     ids_TK = torch.empty(T, top_k, dtype=torch.int32, device=logits_TE.device)
     weights_TK = torch.empty(T, top_k, dtype=torch.float32, device=logits_TE.device)
@@ -177,6 +197,6 @@ def topk_softmax(
     if T:
         bias = logits_TE if selection_bias_E is None else selection_bias_E
         topk_softmax_kernel[(T,)](
-            logits_TE, bias, ids_TK, weights_TK, logits_TE.stride(0), **constants, num_warps=1
+            logits_TE, bias, ids_TK, weights_TK, num_valid, logits_TE.stride(0), **constants, num_warps=1
         )
     return ids_TK, weights_TK

@@ -45,9 +45,11 @@ def launched(shape, tokens, module, kernels, **options):
     return record(module, kernels, lambda: nested([(m, n) for m, n in others.items() if m is not module]))
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_few_tokens_take_two_launches_without_a_sort(shape, tmp_path):
-    up, down = launched(shape, 1, fused_moe, ("decode_up_kernel", "decode_down_kernel"))
+def test_few_tokens_take_two_launches_without_a_sort(shape, padded, tmp_path):
+    options = {"num_valid": meta(1, dtype=torch.int32)} if padded else {}
+    up, down = launched(shape, 1, fused_moe, ("decode_up_kernel", "decode_down_kernel"), **options)
     for call in (*up, *down):
         made = build(call, tmp_path)
         assert made.spilled == 0
@@ -82,6 +84,16 @@ def test_many_tokens_use_wide_tiles(shape, tokens, tmp_path):
         assert made.spilled == 0
         assert wgmma(made.ptx)
         assert made.shared <= 227 * 1024
+
+
+def test_routing_takes_the_number_of_valid_rows_only_where_it_is_given(tmp_path):
+    found = []
+    for options in ({}, {"num_valid": meta(1, dtype=torch.int32)}):
+        [[call]] = launched("qwen3", 64, topk_softmax, ("topk_softmax_kernel",), **options)
+        made = build(call, tmp_path)
+        assert made.spilled == 0
+        found.append(made.ptx.count(".param .u64"))
+    assert found[1] == found[0] + 1
 
 
 @pytest.mark.parametrize("tokens", [16, 64, 5000])

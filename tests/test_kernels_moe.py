@@ -99,6 +99,24 @@ def test_every_router_option_is_the_reference(options):
     assert torch.allclose(weights, wanted, atol=1e-6)
 
 
+@pytest.mark.parametrize("valid", [0, 1, 4, 5])
+def test_padded_rows_choose_nobody(valid):
+    logits = normal(5, 6)
+    wanted_ids, wanted = topk_softmax.topk_softmax(logits, 2)
+    logits[valid:] = NAN
+    count = torch.tensor([valid], dtype=torch.int32, device=DEVICE)
+    for ids, weights in (
+        topk_softmax.topk_softmax(logits, 2, num_valid=count),
+        reference.topk_softmax(logits, 2, num_valid=count),
+    ):
+        assert torch.equal(ids[:valid].long(), wanted_ids[:valid].long())
+        assert torch.allclose(weights[:valid], wanted[:valid], atol=1e-6)
+        assert (ids[valid:] == -1).all()
+        assert (weights[valid:] == 0).all()
+    with pytest.raises(ValueError, match=r"num_valid must be one int32 on the device, got torch.int64 \[1\]"):
+        topk_softmax.topk_softmax(logits, 2, num_valid=count.long())
+
+
 def test_no_token_and_strange_numbers():
     ids, weights = topk_softmax.topk_softmax(normal(0, 5), 2)
     assert ids.shape == weights.shape == (0, 2)
@@ -256,6 +274,38 @@ def test_pairs_of_nobody_cost_nothing_and_spoil_nothing(name):
     fused_moe.grouped(x, ids, weights, gate_up, down, h, out, None, None, PLANS[name])
     assert torch.allclose(out.double(), wanted, atol=2e-5)
     assert h[7:].isnan().all()  # five pairs are served
+
+
+@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize("valid", [0, 1, 3, 5])
+@pytest.mark.parametrize("name", [*PLANS, "tma"])
+def test_padded_rows_touch_no_expert(name, valid, more):
+    """Padding holds NaN, and so do the experts that no valid row visits."""
+    T, E, k, H, I = 5, 4, 2, 24, 20
+    dtype = torch.bfloat16 if name == "tma" and ON_GPU else torch.float32
+    x, logits, gate_up, down = layer(T, E, 32 if name == "tma" else H, 32 if name == "tma" else I, dtype)
+    H = x.shape[1]
+    residual, shared = (
+        (normal(T, H, seed=5).to(dtype), normal(T, H, seed=6).to(dtype)) if more else (None, None)
+    )
+    wanted_ids = stable_top_k(logits, k)
+    wanted_ids[valid:] = -1
+    weights = torch.where(wanted_ids >= 0, logits.float().gather(1, wanted_ids.clamp(min=0)).softmax(-1), 0)
+    wanted = loop_moe(x, wanted_ids, weights, gate_up, down, residual, shared)
+    unused = [e for e in range(E) if e not in wanted_ids]
+    gate_up[unused], down[unused], x[valid:], logits[valid:] = NAN, NAN, NAN, NAN
+    count = torch.tensor([valid], dtype=torch.int32, device=DEVICE)
+    options = {"residual_TH": residual, "shared_TH": shared, "num_valid": count}
+    plan = TMA if name == "tma" else PLANS[name]
+    if name == "tma" and ON_GPU:
+        tile = Tile(128, 64, 4, 3, group=4, tma=True)
+        plan = Plan(128, tile, tile)
+    out, ids, got = fused_moe.fused_moe(x, logits, gate_up, down, k, use=plan, **options)
+    again = reference.fused_moe(x, logits, gate_up, down, k, **options)
+    for o, i, w in ((out, ids, got), again):
+        assert torch.equal(i.long(), wanted_ids)
+        assert torch.allclose(w, weights, atol=1e-6)
+        assert torch.allclose(o.double(), wanted, atol=2e-5 if dtype is torch.float32 else 0.05)
 
 
 @pytest.mark.parametrize("name", PLANS)

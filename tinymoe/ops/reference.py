@@ -22,13 +22,15 @@ def topk_softmax(
     topk_group: int = 1,
     renormalize: bool = True,
     scale: float = 1.0,
+    num_valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose `top_k` experts per token.
 
     Scores are softmax over experts, or sigmoid of each (DeepSeek-V3, arXiv 2412.19437). The selection bias takes part
     in choosing only. With groups, a group is worth the sum of its two best (biased) scores, and experts outside the
     best `topk_group` groups cannot be chosen. Equal scores go to the lower expert. NaN and -inf logits
-    count as the lowest float, +inf as the largest: ids are always distinct and in range.
+    count as the lowest float, +inf as the largest: ids are always distinct and in range. Rows from num_valid (one
+    int32) on are padding: ids -1, weights 0.
 
     Returns ids [T, K] int64, best first, and weights [T, K] float32 (of unbiased scores; divided by their sum if
     `renormalize`, then times `scale`).
@@ -55,6 +57,9 @@ def topk_softmax(
         weights_TK = log_shares_TE.gather(1, ids_TK).softmax(-1)
     else:
         weights_TK = shares_TE.gather(1, ids_TK)
+    if num_valid is not None:
+        padding_T1 = torch.arange(len(ids_TK), device=ids_TK.device)[:, None] >= num_valid
+        ids_TK, weights_TK = ids_TK.masked_fill(padding_T1, -1), weights_TK.masked_fill(padding_T1, 0)
     return ids_TK, weights_TK * scale if scale != 1.0 else weights_TK
 
 
