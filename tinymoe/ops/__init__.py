@@ -12,8 +12,10 @@ from tinymoe.ops.reference import causal_attention, causal_mask, gather_pages, r
 
 __all__ = [
     "AttentionPlan",
+    "blocked_sparse",
     "causal_attention",
     "causal_mask",
+    "dense_masked",
     "fused_moe",
     "gather_pages",
     "paged_attention",
@@ -43,6 +45,38 @@ def fused_moe(
         )
         return out_TH, ids_TK.long(), weights_TK
     return reference.fused_moe(x_TH, logits_TE, gate_up_E2IH, down_EHI, top_k, **options)
+
+
+def dense_masked(
+    x_TH: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up_E2IH: Tensor,
+    down_EHI: Tensor,
+    *more: Tensor | None,
+) -> Tensor:
+    """The layer for known routes, every expert on every token: ids [T, K], weights [T, K], more: residual and shared
+    [T, H] -> [T, H]: see reference.dense_masked."""
+    if gpu.serves(x_TH):
+        return gpu.dense.dense_masked(x_TH, ids_TK.int(), weights_TK, gate_up_E2IH, down_EHI, *more)
+    return reference.dense_masked(x_TH, ids_TK, weights_TK, gate_up_E2IH, down_EHI, *more)
+
+
+def blocked_sparse(
+    x_TH: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up_E2IH: Tensor,
+    down_EHI: Tensor,
+    *more: Tensor | None,
+    block: int = 128,
+) -> Tensor:
+    """As dense_masked, the activations stored as blocks of `block` rows and columns: see reference.blocked_sparse."""
+    if gpu.serves(x_TH):
+        return gpu.blocked.blocked_sparse(
+            x_TH, ids_TK.int(), weights_TK, gate_up_E2IH, down_EHI, *more, block=block
+        )
+    return reference.blocked_sparse(x_TH, ids_TK, weights_TK, gate_up_E2IH, down_EHI, *more, block=block)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

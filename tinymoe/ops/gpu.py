@@ -25,6 +25,8 @@ def kernel(name: str) -> Any:
 moe = kernel("fused_moe")
 grouped_gemm = kernel("grouped_gemm")
 sort_tokens = kernel("sort_tokens")
+dense = kernel("dense_masked")
+blocked = kernel("blocked_sparse")
 routing = kernel("topk_softmax")
 norm = kernel("rms_norm")
 rotary = kernel("rope")

@@ -103,6 +103,85 @@ def fused_moe(
     return out_TH.to(x_TH.dtype), ids_TK, weights_TK
 
 
+def dense_masked(
+    x_TH: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up_E2IH: Tensor,
+    down_EHI: Tensor,
+    residual_TH: Tensor | None = None,
+    shared_TH: Tensor | None = None,
+) -> Tensor:
+    """The layer for routes that are known: every expert on every token, its weight 0 where it was not chosen -> [T, H].
+
+    Ids outside 0..E-1 are nobody's. Summed over experts in float32, plus `shared` and `residual`, and rounded once.
+    """
+    out_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
+    for expert in range(down_EHI.shape[0]):
+        chosen_TK = ids_TK == expert
+        weight_T = torch.where(chosen_TK, weights_TK, 0).sum(1)
+        gate, up = F.linear(x_TH, gate_up_E2IH[expert]).chunk(2, dim=-1)
+        y_TH = F.linear(F.silu(gate) * up, down_EHI[expert]).float() * weight_T[:, None]
+        out_TH += torch.where(chosen_TK.any(1)[:, None], y_TH, 0)  # 0 · NaN is NaN
+    for more in (shared_TH, residual_TH):
+        out_TH = out_TH if more is None else out_TH + more.float()
+    return out_TH.to(x_TH.dtype)
+
+
+def bcsr_topology(counts_E: Tensor, width: int, block: int) -> tuple[Tensor, Tensor]:
+    """Which blocks of the activations [rows, E * width] are needed, in blocked-CSR (MegaBlocks, arXiv 2211.15841):
+    row_offsets [R + 1] and column_indices int64, each expert's rows and its columns filled up to whole blocks."""
+    per_expert = -(-width // block)
+    rows_E = (counts_E + block - 1) // block
+    expert_R = torch.repeat_interleave(torch.arange(len(counts_E), device=counts_E.device), rows_E)
+    own = torch.arange(per_expert, device=counts_E.device)
+    columns = (expert_R[:, None] * per_expert + own).reshape(-1)
+    return torch.arange(len(expert_R) + 1, device=counts_E.device) * per_expert, columns
+
+
+def bcsr_to_dense(values: Tensor, row_offsets: Tensor, column_indices: Tensor, columns: int) -> Tensor:
+    """values [entries, B, B] -> [R * B, columns * B], zero where no block is."""
+    B, R = values.shape[1], len(row_offsets) - 1
+    dense = values.new_zeros(R, B, columns, B)
+    rows = torch.repeat_interleave(torch.arange(R, device=values.device), row_offsets.diff())
+    dense[rows, :, column_indices[: len(rows)].long()] = values[: len(rows)]
+    return dense.view(R * B, columns * B)
+
+
+def blocked_sparse(
+    x_TH: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up_E2IH: Tensor,
+    down_EHI: Tensor,
+    residual_TH: Tensor | None = None,
+    shared_TH: Tensor | None = None,
+    *,
+    block: int = 128,
+) -> Tensor:
+    """As dense_masked, by two products with a block-sparse matrix of activations: SDD, then DSD. Needs E times the
+    memory that the blocks need: it shows the layout, and judges the kernel."""
+    (E, H, I), K = down_EHI.shape, ids_TK.shape[1]
+    order, offsets = sort_tokens(ids_TK, E)
+    counts_E = offsets.diff()
+    row_offsets, columns = bcsr_topology(counts_E, I, block)
+    rows_E = (counts_E + block - 1) // block * block
+    first_E = rows_E.cumsum(0) - rows_E  # where the filled-up rows of each expert begin
+    at = torch.arange(len(order), device=order.device) + (first_E - offsets[:-1]).repeat_interleave(counts_E)
+    x_RH = x_TH.new_zeros((len(row_offsets) - 1) * block, H).index_copy(0, at, x_TH[order // K])
+    wide = -(-I // block) * block
+    gate_EIH, up_EIH = (F.pad(w, (0, 0, 0, wide - I)) for w in gate_up_E2IH.chunk(2, dim=1))
+    mask = bcsr_to_dense(x_TH.new_ones(len(columns), block, block), row_offsets, columns, E * wide // block)
+    h = F.silu(x_RH @ gate_EIH.reshape(-1, H).T) * (x_RH @ up_EIH.reshape(-1, H).T)
+    h = torch.where(mask > 0, h, 0)  # SDD computes these blocks only
+    y_RH = h @ F.pad(down_EHI, (0, wide - I)).transpose(1, 2).reshape(-1, H)
+    y_PH = x_TH.new_zeros(ids_TK.numel(), H).index_copy(0, order, y_RH[at])
+    out_TH = (y_PH.view(*ids_TK.shape, H).float() * weights_TK.nan_to_num()[..., None]).sum(1)
+    for more in (shared_TH, residual_TH):
+        out_TH = out_TH if more is None else out_TH + more.float()
+    return out_TH.to(x_TH.dtype)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) over the last axis, in float32, times weight (Zhang & Sennrich 2019, arXiv 1910.07467)."""
     wide = x.float()
