@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tinymoe.ops import gpu, reference
 from tinymoe.ops import paged_attention as paged
+from tinymoe.ops.noise import TARGET
 from tinymoe.ops.paged_attention import AttentionPlan
 from tinymoe.ops.reference import causal_attention, causal_mask, gather_pages, rope
 
@@ -23,6 +24,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rotate",
+    "sample",
     "topk_softmax",
 ]
 
@@ -126,3 +128,12 @@ def paged_attention(
     if isinstance(plan, gpu.PagePlan):
         return gpu.attend(q_TNH, k_cache, v_cache, plan)
     return paged.paged_attention(q_TNH, k_cache, v_cache, plan)
+
+
+def sample(
+    logits_RV: Tensor, temperature_R: Tensor, seeds_R: Tensor, positions_R: Tensor, stream: int = TARGET
+) -> tuple[Tensor, Tensor]:
+    """A token for each row, ids [R] int64, and each row's highest logit [R] float32: see reference.sample."""
+    if gpu.serves(logits_RV):
+        return gpu.sampling.sample(logits_RV, temperature_R, seeds_R, positions_R, stream)
+    return reference.sample(logits_RV, temperature_R, seeds_R, positions_R, stream)

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinymoe.ops import noise
+
 # Stands for infinity, so that softmax stays finite and infinities still win or lose.
 _HUGE = torch.finfo(torch.float32).max
 
@@ -250,3 +252,20 @@ def gather_pages(cache_SGH: Tensor, blocks: Tensor, block_size: int, length: int
     """The first `length` positions of one sequence, [length, G, H], from its block table `blocks` [B]."""
     pages = cache_SGH.view(-1, block_size, *cache_SGH.shape[1:]).index_select(0, blocks)
     return pages.flatten(0, 1)[:length]
+
+
+def sample(
+    logits_RV: Tensor, temperature_R: Tensor, seeds_R: Tensor, positions_R: Tensor, stream: int = noise.TARGET
+) -> tuple[Tensor, Tensor]:
+    """One token a row: argmax(logits / temperature + Gumbel noise), the noise keyed by (stream, seed, position, id); at
+    temperature 0 the argmax alone. The lowest id wins a tie, and NaN counts as +inf.
+
+    logits [R, V], temperature [R] float32, seeds and positions [R] int64. Returns ids [R] int64 and the highest logit of
+    each row [R] float32: NaN if the row holds one.
+    """
+    ids_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
+    drawn_R1 = temperature_R[:, None] > 0
+    # In float64: at a tiny temperature, noise added to float32 would be rounded off.
+    scores_RV = logits_RV.double() / torch.where(drawn_R1, temperature_R[:, None], 1).double()
+    scores_RV += torch.where(drawn_R1, noise.gumbel(seeds_R, positions_R, ids_V, stream), 0)
+    return scores_RV.masked_fill_(scores_RV.isnan(), torch.inf).argmax(-1), logits_RV.float().amax(-1)
