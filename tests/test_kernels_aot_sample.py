@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from aot import build, record
 
+from tinymoe.kernels import count_routes as counting
 from tinymoe.kernels import sample as sampling
 
 
@@ -39,3 +40,18 @@ def test_sample(R, V, dtype, tmp_path):
         if call in draws:
             assert not re.search(r"lg2\.approx", made.ptx), "logarithms must be exact to the last bits"
             assert bool(re.search(r"ld\.global\S*\.v4", made.ptx)) == (V % 16 == 0)
+
+
+@pytest.mark.parametrize(("T", "K", "E"), [(64, 8, 128), (512, 4, 60), (8192, 8, 512)])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
+def test_count_routes(T, K, E, dtype, tmp_path):
+    for more in ((), (meta(48, E, dtype=torch.int32),)):
+        arguments = meta(48, T, K, dtype=dtype), meta(48, E), meta(48), *more
+        [[call]] = record(
+            counting,
+            ("count_routes_kernel",),
+            lambda: counting.count_routes(*arguments),  # noqa: B023
+        )
+        made = build(call, tmp_path)
+        assert made.spilled == 0
+        assert not re.search(r"atom\.global|red\.global", made.ptx), "sums must not depend on an order"

@@ -16,6 +16,7 @@ from tinymoe.core.params import SamplingParams
 from tinymoe.engine.sampling import Sampler
 from tinymoe.engine.sampling.logits import Row
 from tinymoe.kernels import sample as sampling
+from tinymoe.kernels.count_routes import count_routes
 from tinymoe.kernels.sample import sample
 from tinymoe.ops import noise, reference
 
@@ -204,3 +205,59 @@ def test_no_row_and_refusals():
         sample(logits, keys[0], keys[1][:1], keys[2])
     with pytest.raises(ValueError, match=r"logits must be \[R, V\] with contiguous rows, got \[8, 2\]"):
         sample(logits.T, *keys)
+
+
+# Counting
+
+ROUTES = [
+    (1, 1, 1, 1),
+    (3, 7, 2, 5),
+    (2, 0, 2, 4),
+    (2, 300, 4, 60),
+    (0, 3, 2, 4),
+    (1, 700, 3, 15),
+    (2, 5, 8, 16),
+]
+if ON_GPU:
+    ROUTES += [(48, 512, 8, 128), (24, 8000, 4, 32), (2, 100, 2, 512)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
+@pytest.mark.parametrize(("L", "T", "K", "E"), ROUTES)
+def test_visits_are_counted(L, T, K, E, dtype):
+    """Against a loop. Rows of nobody, ids that no expert has, and the rows behind those of the step."""
+    generator = torch.Generator().manual_seed(E)
+    held = torch.randint(-2, E + 2, (L, T + 3, K), generator=generator).to(dtype)
+    held[1:2, ::2] = -1
+    ids = held.to(DEVICE)[:, :T]
+    load = torch.randint(0, 2**40, (L, E), generator=generator)
+    distinct = torch.randint(0, 2**40, (L,), generator=generator)
+    wanted = torch.tensor(
+        [[held[layer, :T].eq(e).sum().item() for e in range(E)] for layer in range(L)], dtype=torch.int64
+    ).view(L, E)
+    for count in (count_routes, reference.count_routes):
+        for step in (None, torch.full((L, E), -7, dtype=torch.int32, device=DEVICE)):
+            got, seen = load.to(DEVICE, copy=True), distinct.to(DEVICE, copy=True)
+            count(ids, got, seen, step)
+            assert torch.equal(got.cpu(), load + wanted)
+            assert torch.equal(seen.cpu(), distinct + (wanted > 0).sum(1))
+            assert step is None or torch.equal(step.cpu().long(), wanted)
+
+
+def test_what_cannot_be_counted():
+    ids = torch.zeros(2, 3, 4, dtype=torch.int32, device=DEVICE)
+    load, distinct = (torch.zeros(*shape, dtype=torch.int64, device=DEVICE) for shape in ((2, 5), (2,)))
+    with pytest.raises(
+        ValueError, match=r"ids must be int16 or int32 \[L, T, K\].* got torch.int64 \[2, 3, 4\]"
+    ):
+        count_routes(ids.long(), load, distinct)
+    with pytest.raises(ValueError, match=r"contiguous in a layer.* strides \[12, 4, 1\]"):
+        count_routes(ids[:, :, :2], load, distinct)
+    with pytest.raises(ValueError, match=r"load must be a contiguous torch.int64 \[2, 5\], got torch.int32"):
+        count_routes(ids, load.int(), distinct)
+    with pytest.raises(
+        ValueError, match=r"distinct must be a contiguous torch.int64 \[2\], got torch.int64 \[1\]"
+    ):
+        count_routes(ids, load, distinct[:1])
+    with pytest.raises(ValueError, match=r"step must be a contiguous torch.int32 \[2, 5\], got torch.int64"):
+        count_routes(ids, load, distinct, load)

@@ -16,6 +16,7 @@ __all__ = [
     "blocked_sparse",
     "causal_attention",
     "causal_mask",
+    "count_routes",
     "dense_masked",
     "fused_moe",
     "gather_pages",
@@ -35,6 +36,12 @@ def topk_softmax(logits_TE: Tensor, top_k: int, **options: Any) -> tuple[Tensor,
         ids_TK, weights_TK = gpu.routing.topk_softmax(logits_TE, top_k, **options)
         return ids_TK.long(), weights_TK
     return reference.topk_softmax(logits_TE, top_k, **options)
+
+
+def count_routes(ids_LTK: Tensor, load_LE: Tensor, distinct_L: Tensor, step_LE: Tensor | None = None) -> None:
+    """Count a step's visits in place, waiting for nobody: see reference.count_routes."""
+    count = gpu.counting.count_routes if gpu.serves(load_LE) else reference.count_routes
+    count(ids_LTK, load_LE, distinct_L, step_LE)
 
 
 def fused_moe(

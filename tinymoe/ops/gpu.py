@@ -31,6 +31,7 @@ routing = kernel("topk_softmax")
 norm = kernel("rms_norm")
 rotary = kernel("rope")
 pages = kernel("paged_attention")
+counting = kernel("count_routes")
 sampling = kernel("sample")
 
 

@@ -75,6 +75,21 @@ def sort_tokens(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return order, F.pad(counts_E.cumsum(0), (1, 0))
 
 
+def count_routes(ids_LTK: Tensor, load_LE: Tensor, distinct_L: Tensor, step_LE: Tensor | None = None) -> None:
+    """Add to load int64 [L, E] how often each expert occurs in ids [L, T, K], and to distinct int64 [L] how many occur.
+
+    Ids outside 0..E-1 belong to nobody. step int32 [L, E] is set to the counts of this call alone.
+    """
+    L, E = load_LE.shape
+    known = (ids_LTK >= 0) & (ids_LTK < E)
+    places = torch.where(known, ids_LTK.long() + torch.arange(L)[:, None, None].to(ids_LTK.device) * E, L * E)
+    counts_LE = torch.bincount(places.reshape(-1), minlength=L * E + 1)[:-1].view(L, E)
+    load_LE += counts_LE
+    distinct_L += (counts_LE > 0).sum(1)
+    if step_LE is not None:
+        step_LE.copy_(counts_LE)
+
+
 def fused_moe(
     x_TH: Tensor,
     logits_TE: Tensor,
