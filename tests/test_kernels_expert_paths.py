@@ -11,7 +11,8 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1 (make kernels)", allow_module_level=True)
 
-from tinymoe.kernels import blocked_sparse, dense_masked
+from tinymoe.kernels import blocked_sparse, dense_masked, expert_paths
+from tinymoe.kernels.fused_moe import DecodeTile, Plan
 from tinymoe.kernels.grouped_gemm import Tile
 from tinymoe.kernels.sort_tokens import sort_tokens
 from tinymoe.ops import reference
@@ -247,3 +248,48 @@ def test_tiles_of_the_real_size(shape, dtype):
             out = way(x, ids, weights, gate_up, down)
             error = (out.float() - wanted).norm() / wanted.norm()
             assert error < (2e-5 if dtype is torch.float32 else 0.02), (T, i, error)
+
+
+# By name
+
+
+@pytest.mark.parametrize("path", expert_paths.PATHS)
+def test_every_name_computes_the_layer(path, monkeypatch):
+    """Padded rows included: they cost nothing and give residual alone."""
+    if not ON_GPU:  # the same kernels with tiles that the interpreter gets through
+        small = {"few": Plan(0, DecodeTile(4, 16, 4, 2), DecodeTile(4, 16, 4, 2)), "grouped": Plan(*PLAIN)}
+        small |= {"dense": PLAIN, "blocked": BLOCKED}
+        monkeypatch.setattr(expert_paths, "plan_of", lambda p, *_: small[p.rstrip("0123456789")])
+    T, E, k, H, I = 4, 5, 2, 32, 16
+    x, gate_up, down = layer(T, E, H, I)
+    logits, residual = normal(T, E, seed=2), normal(T, H, seed=5)
+    x[3], logits[3] = NAN, NAN
+    valid = torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    out, ids, weights = expert_paths.run(
+        path, x, logits, gate_up, down, k, residual_TH=residual, num_valid=valid
+    )
+    assert torch.equal(ids[:3].long(), logits[:3].sort(dim=1, descending=True, stable=True).indices[:, :k])
+    assert ids[3].tolist() == [-1, -1]
+    assert torch.allclose(weights[:3], logits[:3].gather(1, ids[:3].long()).softmax(-1), atol=1e-6)
+    wanted = loop_moe(x, ids, weights, gate_up, down, residual)
+    assert torch.allclose(out.double(), wanted, atol=3e-5)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="tiles of the real size")
+@pytest.mark.parametrize("path", expert_paths.PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_name_with_its_own_tiles(path, dtype):
+    E, k, H, I = 16, 2, 256, 192
+    for T in (1, 16, 100, 600):
+        if expert_paths.serves(path, T, E, k):
+            x, gate_up, down = (t.to(dtype) for t in layer(T, E, H, I))
+            logits = normal(T, E, seed=2)
+            out, *_ = expert_paths.run(path, x, logits, gate_up, down, k)
+            wanted = reference.fused_moe(x.float(), logits, gate_up.float(), down.float(), k)[0]
+            error = (out.float() - wanted).norm() / wanted.norm()
+            assert error < (2e-5 if dtype is torch.float32 else 0.02), T
+
+
+def test_other_names_are_refused():
+    with pytest.raises(ValueError, match="unknown expert path 'none'; known: few, grouped16"):
+        expert_paths.run("none", normal(1, 16), normal(1, 2), normal(2, 32, 16), normal(2, 16, 16), 1)
