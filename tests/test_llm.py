@@ -128,9 +128,9 @@ def test_metrics_add_up(llm):
     [
         ({"model": "quintet-mo"}, ConfigError, "neither a local folder nor a bundled model"),
         (
-            {"gpu_memory_utilization": 0.9},
+            {"gpu_memory_use": 0.9},
             TypeError,
-            "LLM has no option 'gpu_memory_utilization'; known: dtype, ",
+            "LLM has no option 'gpu_memory_use'; known: dtype, ",
         ),
         ({"num_blocks": 8, "kv_cache_bytes": 8}, ConfigError, "num_blocks or kv_cache_bytes, not both"),
         ({"max_model_len": 4096}, ConfigError, "exceeds the model's max_position_embeddings"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from tqdm import tqdm
@@ -26,6 +26,7 @@ from tinymoe.text import Tokenizer
 from tinymoe.text.chat import conversations
 
 Prompt = str | dict[str, Any] | list[int]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
 _OPTIONS = tuple(f.name for f in fields(EngineConfig))
 _ZOO = Path(str(files("tinymoe.zoo")))
 
@@ -129,6 +130,7 @@ class LLM:
     dtype: "auto" is float32 on a CPU (faster there, and exact token for token) and the checkpoint's own on a GPU.
     device: "auto", "cpu", "cuda", "cuda:1", ...
     skip_tokenizer_init: token ids in, token ids out; no text.
+    load_format: "auto" reads safetensors; "dummy" needs only config.json and makes random weights, for measuring speed.
     Everything else is an option of EngineConfig (max_model_len, max_num_seqs, max_num_batched_tokens, block_size, num_blocks
     or kv_cache_bytes, enable_prefix_caching, policy, return_routed_experts, seed, ...).
 
@@ -142,14 +144,18 @@ class LLM:
         dtype: Dtype = "auto",
         device: str | torch.device = "auto",
         skip_tokenizer_init: bool = False,
+        load_format: LoadFormat = "auto",
         **options: Any,
     ):
         unknown = sorted(options.keys() - set(_OPTIONS))
         if unknown:
-            known = "dtype, device, skip_tokenizer_init, " + ", ".join(_OPTIONS)
+            known = "dtype, device, skip_tokenizer_init, load_format, " + ", ".join(_OPTIONS)
             raise TypeError(f"LLM has no option {', '.join(map(brief, unknown))}; known: {known}")
-        for name, value in (("dtype", dtype), ("skip_tokenizer_init", skip_tokenizer_init)):
-            choices = get_args(Dtype) if name == "dtype" else (True, False)
+        for name, value, choices in (
+            ("dtype", dtype, get_args(Dtype)),
+            ("skip_tokenizer_init", skip_tokenizer_init, (True, False)),
+            ("load_format", load_format, get_args(LoadFormat)),
+        ):
             ok = isinstance(value, (str, bool)) and value in choices
             require(ok, f"{name} must be {' or '.join(map(repr, choices))}, got {brief(value)}")
         config = EngineConfig(**options)
@@ -157,7 +163,7 @@ class LLM:
         self.device = pick_device(device)
         if dtype == "auto" and self.device.type == "cpu":
             dtype = "float32"
-        decoder = load_model(folder, dtype=dtype, device=self.device)
+        decoder = load_model(folder, dtype, self.device, load_format)
         self.model_config = decoder.config
         self._params, eos = recommended(folder, decoder.config.vocab_size)
         self._tokenizer = None if skip_tokenizer_init else Tokenizer(folder)
@@ -198,7 +204,9 @@ class LLM:
         ids = [self._new_id() for _ in items]
         with Call(self.engine) as call:
             for request_id, item, param, prio in zip(ids, items, params, priorities):
-                self.engine.add_request(request_id, item, param, priority=prio, outbox=call.outbox)
+                self.engine.add_request(
+                    request_id, item, param, priority=prio, outbox=call.outbox, final_only=True
+                )
             with tqdm(total=len(items), desc="requests", disable=not use_tqdm) as bar:
                 while len(finals) < len(items):
                     self.engine.step(collect=False)

@@ -3,7 +3,7 @@
 import argparse
 
 from tinymoe.bench import card, engine, tables
-from tinymoe.bench.gpu import attention, moe, tiles
+from tinymoe.bench.gpu import attention, e2e, moe, tiles
 
 SUITES = {
     "engine": engine,
@@ -11,6 +11,7 @@ SUITES = {
     "kernels": moe,
     "attention": attention,
     "tiles": tiles,
+    "e2e": e2e,
     "tables": tables,
 }
 

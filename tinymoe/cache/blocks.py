@@ -163,17 +163,27 @@ class BlockManager:
         """Position of every token of the reserved chunks, in order, int64 [T]."""
         return self._positions_and_slots()[0]
 
-    def settle(self) -> None:
-        """The forward pass is done: tokens up to each chunk's stop are computed, full blocks enter the prefix index."""
-        for seq, start, stop, _ in self._chunks:
-            seq.num_computed_tokens = stop
-            if self.prefix is not None and stop // self.block_size > start // self.block_size:
-                self._index_blocks(seq, start // self.block_size, stop // self.block_size)
+    def settle(self, *, index: bool = True) -> None:
+        """The forward pass is done, or nothing can overtake it: tokens up to each chunk's stop are computed, and full
+        blocks enter the prefix index (unless that has to wait until the token ids are known: see `index`)."""
+        for seq, _, stop, _ in self._chunks:
+            if seq.row >= 0:  # it may have ended while its next token was on its way
+                seq.num_computed_tokens = stop
+        if index:
+            self.index(self._chunks)
         self._end_step()
+
+    def index(self, chunks: Seq[Chunk]) -> None:
+        """Blocks that these settled chunks have filled enter the prefix index; all their token ids must be known."""
+        for seq, start, stop, _ in chunks if self.prefix is not None else ():
+            if stop // self.block_size > start // self.block_size and seq.row >= 0:
+                self._index_blocks(seq, start // self.block_size, stop // self.block_size)
 
     def undo(self) -> None:
         """Take back every block of this step, newest first: tables, counts and free list are as before `reserve`."""
         for seq, index, old, new in reversed(self._log):
+            if seq.row < 0:  # it has given everything up since
+                continue
             self.pool.release(new)
             self.tables[seq.row, index] = old
             if old == -1:

@@ -51,3 +51,8 @@ def memory_bytes(device: torch.device) -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory of the GPU that nobody has taken; None for other devices, whose systems lend more than is free."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

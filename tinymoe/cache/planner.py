@@ -22,10 +22,11 @@ class CachePlan(NamedTuple):
         return self.num_blocks * self.bytes_per_block
 
 
-def plan_cache(model: ModelConfig, engine: EngineConfig, bytes_per_element: int) -> CachePlan:
-    """Size the cache from num_blocks, from kv_cache_bytes, or from what the running sequences can use at most.
-
-    Raises ConfigError if not even one block fits.
+def plan_cache(
+    model: ModelConfig, engine: EngineConfig, bytes_per_element: int, room: int = DEFAULT_CACHE_BYTES
+) -> CachePlan:
+    """Size the cache from num_blocks, from kv_cache_bytes, or from what the running sequences can use at most, but no
+    more than `room` bytes. Raises ConfigError if not even one block fits.
     """
     per_block = model.kv_elements_per_token * engine.block_size * bytes_per_element
     if engine.num_blocks is not None:
@@ -33,13 +34,35 @@ def plan_cache(model: ModelConfig, engine: EngineConfig, bytes_per_element: int)
     limit = engine.kv_cache_bytes
     most = engine.max_num_seqs * -(-engine.model_len(model) // engine.block_size)
     if limit is None:
-        return CachePlan(max(1, min(most, DEFAULT_CACHE_BYTES // per_block)), per_block)
+        return CachePlan(max(1, min(most, room // per_block)), per_block)
     if limit < per_block:
         raise ConfigError(
             f"kv_cache_bytes ({limit}) is less than one block: {engine.block_size} tokens x "
             f"{model.kv_elements_per_token} numbers x {bytes_per_element} bytes = {per_block} bytes; raise it or lower block_size"
         )
     return CachePlan(limit // per_block, per_block)
+
+
+GRAPHS = 1 << 30  # set aside on a GPU for captured graphs and what libraries take
+
+
+def room_on_gpu(engine: EngineConfig, free: int, total: int, activations: int, one_sequence: int) -> int:
+    """Bytes that a GPU's KV cache may take: what gpu_memory_utilization of its memory leaves beside what is there (the
+    weights, other programs), the activations of the largest step, and graphs.
+
+    one_sequence: bytes of the longest sequence's cache. Raises ConfigError with the arithmetic if that does not fit.
+    """
+    allowed, there = int(engine.gpu_memory_utilization * total), total - free
+    room = allowed - there - activations - GRAPHS
+    if room < one_sequence:
+        raise ConfigError(
+            f"the GPU has too little memory: {_gib(total)} x gpu_memory_utilization {engine.gpu_memory_utilization} = "
+            f"{_gib(allowed)}, less {_gib(there)} in use (weights, other programs), {_gib(activations)} for a step of "
+            f"{engine.max_num_batched_tokens} tokens and {_gib(GRAPHS)} for graphs leaves {_gib(room)} for the KV cache, "
+            f"but one sequence of max_model_len takes {_gib(one_sequence)}: raise gpu_memory_utilization, lower "
+            "max_model_len or max_num_batched_tokens, or take a smaller model or dtype"
+        )
+    return room
 
 
 # What BlockManager and BlockPool hold: a reference count and a free list entry (a pointer and an int) for each block, and

@@ -8,7 +8,8 @@ from tinymoe.core.model_config import ModelConfig
 
 
 class KVStorage:
-    """kv [L, 2, num_blocks, block_size, G, H] in the model's dtype; experts [num_slots, L, K] int16 or None.
+    """kv [L, 2, num_blocks, block_size, G, H] in the model's dtype; experts [num_slots + 1, L, K] int16 or None (the last
+    is where slot -1, padding of a captured graph, writes).
 
     Experts live beside the keys they were computed with, so they survive prefix hits, copies and preemption.
     """
@@ -29,7 +30,7 @@ class KVStorage:
         self.kv = torch.zeros(L, 2, num_blocks, block_size, G, H, dtype=dtype, device=device)
         self.experts: Tensor | None = None
         if keep_experts and config.is_moe:
-            shape = (num_blocks * block_size, L, config.max_top_k)
+            shape = (num_blocks * block_size + 1, L, config.max_top_k)
             self.experts = torch.full(shape, -1, dtype=torch.int16, device=device)
 
     def write(self, layer: int, slots_T: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> None:

@@ -50,10 +50,11 @@ class Section:
                     before(signal.SIGINT, None)
 
     @contextmanager
-    def interruptible(self) -> Iterator[None]:
+    def interruptible(self, allowed: bool = True) -> Iterator[None]:
         """Inside the section: SIGINT is handled at once again, one that waits at once. The block must leave nothing half
-        done, or the code around it must undo it; a second signal during that waits for the section's end."""
-        self._open = self._before is not None and self._depth == 1
+        done, or the code around it must undo it; a second signal during that waits for the section's end. allowed=False
+        changes nothing."""
+        self._open = allowed and self._before is not None and self._depth == 1
         try:
             if self._open and self._caught:
                 self._caught = False

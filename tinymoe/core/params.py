@@ -3,6 +3,7 @@
 import math
 import operator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from tinymoe.core.model_config import ConfigError, brief, require
@@ -148,6 +149,19 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def heat(self) -> float:
+        """The temperature, 0 if it means argmax."""
+        return 0.0 if self.greedy else self.temperature
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether a token is drawn from logits and temperature alone, and nothing is told about it but the token."""
+        edited = self.logit_bias or self.allowed_token_ids is not None or self.bad_words or self.min_tokens
+        penalised = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        cut = not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        return not (edited or penalised or cut or self.logprobs is not None)
 
     def clone(self, **changes: Any) -> "SamplingParams":
         """A copy with some options replaced, validated again."""

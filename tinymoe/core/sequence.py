@@ -20,7 +20,7 @@ class Status(IntEnum):
 class Request:
     """One prompt and its n sequences. `number` counts arrivals and breaks ties between equal priorities."""
 
-    __slots__ = ("bad_word_ids", "cache_salt", "error", "metrics", "num_cached_tokens", "number", "outbox", "params", "priority", "prompt", "prompt_logprobs", "prompt_token_ids",
+    __slots__ = ("bad_word_ids", "cache_salt", "error", "final_only", "metrics", "num_cached_tokens", "number", "outbox", "params", "priority", "prompt", "prompt_logprobs", "prompt_token_ids",
                  "request_id", "seed", "sequences")  # fmt: skip
 
     def __init__(
@@ -49,6 +49,7 @@ class Request:
         self.error: str | None = None
         self.num_cached_tokens = 0
         self.sequences: list[Sequence] = []
+        self.final_only = False  # whether outputs before the last are not even made
         self.outbox: Any = None  # deque that gets its outputs, or None: Engine.step returns them
 
     @property
@@ -93,6 +94,11 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def forks(self) -> bool:
+        """Whether the request's other completions still have to be split off from this one."""
+        return self.index == 0 and len(self.request.sequences) < self.request.params.n
 
     @property
     def order(self) -> tuple[int, int, int]:

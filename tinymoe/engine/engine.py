@@ -8,9 +8,6 @@ from typing import Any
 
 import torch
 
-from tinymoe.cache.blocks import BlockManager
-from tinymoe.cache.planner import check_room, plan_cache
-from tinymoe.cache.storage import KVStorage
 from tinymoe.core.config import EngineConfig
 from tinymoe.core.interrupts import Section
 from tinymoe.core.metrics import EngineMetrics
@@ -19,11 +16,13 @@ from tinymoe.core.outputs import RequestOutput
 from tinymoe.core.params import SamplingParams
 from tinymoe.core.sequence import Chunk, Request, Sequence, Status
 from tinymoe.core.trace import FINISH_REASONS, Trace
-from tinymoe.engine.batch import Batch
+from tinymoe.engine.forward.batch import Batch
+from tinymoe.engine.forward.pipeline import Pipeline, Step
+from tinymoe.engine.forward.room import build_cache
+from tinymoe.engine.forward.runner import Runner
 from tinymoe.engine.intake import Intake, RequestError, Text, check_id
 from tinymoe.engine.report import Reporter, totals
 from tinymoe.engine.routes import RouteRecorder
-from tinymoe.engine.runner import Runner
 from tinymoe.engine.sampling import Sampled, Sampler
 from tinymoe.engine.sampling.draws import Draw, draws_of, sample_draws
 from tinymoe.engine.scheduler import Scheduler
@@ -55,31 +54,20 @@ class Engine:
         self.max_model_len = config.model_len(model.config)
         self.trace = Trace()
         self.metrics = EngineMetrics()
-        weight = model.norm.weight
-        plan = plan_cache(model.config, config, weight.element_size())
-        check_room(plan, config, self.max_model_len, weight.device)
-        self.blocks = BlockManager(
-            plan.num_blocks,
-            config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=self.max_model_len,
-            enable_prefix_caching=config.enable_prefix_caching,
-            trace=self.trace,
-        )
-        storage = KVStorage(
-            model.config,
-            plan.num_blocks,
-            config.block_size,
-            weight.dtype,
-            weight.device,
-            keep_experts=config.return_routed_experts,
-        )
+        if config.batch_invariant:
+            model.make_invariant()
+        self.blocks, storage = build_cache(model, config, self.max_model_len, self.trace)
         self.routes = RouteRecorder(model.config, storage, self.trace)
         self.runner = Runner(model, storage, self.routes)
-        self.scheduler = Scheduler(config, self.blocks, self.metrics, self.trace)
+        self.runner.capture(config, self.max_model_len)
+        self.scheduler = scheduler = Scheduler(config, self.blocks, self.metrics, self.trace)
+        self.pipeline = Pipeline(config, scheduler, self.blocks, self.runner, self.routes, self.max_model_len)
+        self._ahead: Step | None = None  # started before the tokens of the step before it were known
         self.sampler = Sampler()
         self.reporter = Reporter(text)
-        self.intake = Intake(config, model.config.vocab_size, self.max_model_len, plan.num_blocks, text)
+        self.intake = Intake(
+            config, model.config.vocab_size, self.max_model_len, self.blocks.pool.num_blocks, text
+        )
         self._requests: dict[str, Request] = {}
         self._next_seq_id = 0
         self._section = Section()
@@ -93,11 +81,13 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         outbox: deque[RequestOutput] | None = None,
+        final_only: bool = False,
     ) -> None:
         """Queue one request. prompt: text, token ids, or {"prompt_token_ids": [...]}.
 
         priority: lower runs earlier under policy "priority". cache_salt: prefix pages are shared only between equal salts.
         outbox: gets the outputs of this request, one a step and the last one if it is aborted; step() leaves them out.
+        final_only: only the last output is made.
         Raises RequestError if it is malformed, can never fit, or its id is in use; nothing else is disturbed.
         """
         check_id(request_id)
@@ -106,7 +96,7 @@ class Engine:
         params = sampling_params if sampling_params is not None else SamplingParams()
         with self._section:
             request = self.intake.accept(request_id, prompt, params, priority, cache_salt)
-            request.outbox = outbox
+            request.outbox, request.final_only = outbox, final_only
             seq = self._new_sequence(request, 0)
             # Nothing can fail any more: until here nobody knows of the request.
             self.intake.count += 1
@@ -160,34 +150,40 @@ class Engine:
             with self._section as section:
                 self.trace.step = self.metrics.steps
                 self.metrics.start()
+                step = self._ahead
                 try:
-                    chunks = self.scheduler.schedule()
-                    self.metrics.lap("schedule")
-                    batch = Batch.build(chunks, self.blocks, self.runner.device)
-                    with section.interruptible():
-                        logits = self.runner.run(batch, self.blocks.copies)
-                        self.metrics.lap("forward")
-                        draws = draws_of(batch)
-                        sampled = sample_draws(self.sampler, logits, draws, self.eos_token_ids)
-                        self.metrics.lap("sample")
+                    step = step or self._start(section)
+                    self._ahead = self.pipeline.follow(step)
+                    self.metrics.lap("forward")
+                    draws = draws_of(step.batch)
+                    with section.interruptible(not step.settled):
+                        sampled = sample_draws(self.sampler, step.forward, draws, self.eos_token_ids)
+                    self.metrics.lap("sample")
                 except BaseException:
+                    self._ahead = step if step and step.settled else None  # what is booked comes again
                     self.blocks.undo()
                     raise
-                self._commit(batch, logits, draws, sampled)
+                self._commit(step, draws, sampled)
                 self.metrics.lap("commit")
         return self.reporter.collect() if collect else []
 
+    def _start(self, section: Section) -> Step:
+        """Choose the tokens of a step and run them."""
+        chunks = self.scheduler.schedule()
+        self.metrics.lap("schedule")
+        with section.interruptible():
+            return self.pipeline.start(chunks)
+
     # After the forward pass
 
-    def _commit(self, batch: Batch, logits: torch.Tensor, draws: list[Draw], sampled: list[Sampled]) -> None:
+    def _commit(self, step: Step, draws: list[Draw], sampled: list[Sampled]) -> None:
         """The step counts: pages, routes, tokens, ends, outputs. Should it fail, the requests of the step end with it."""
         try:
-            self.blocks.settle()
-            self.routes.settle()
-            self.metrics.computed_tokens += batch.token_ids.shape[0]
-            self._grow(batch, logits, draws, sampled)
+            self.pipeline.settle(step)
+            self.metrics.computed_tokens += step.batch.token_ids.shape[0]
+            self._grow(step.batch, step.forward.logits, draws, sampled)
         except BaseException as error:
-            self._fail(batch.chunks, error)
+            self._fail(step.batch.chunks, error)
             raise
 
     def _grow(self, batch: Batch, logits: torch.Tensor, draws: list[Draw], sampled: list[Sampled]) -> None:
@@ -197,6 +193,8 @@ class Engine:
         grown = []
         for draw, one in zip(draws, sampled):
             request = draw.seq.request
+            if draw.seq.status is Status.FINISHED:  # while this token was on its way
+                continue
             changed[request.request_id] = request
             if one.error is not None:
                 request.error = one.error
@@ -217,6 +215,7 @@ class Engine:
 
     def _fail(self, chunks: list[Chunk], error: BaseException) -> None:
         """End the requests of a step whose bookkeeping broke off (a bug): half booked, they would spoil the next one."""
+        self._ahead = None
         self.blocks.undo()
         for request in {chunk.seq.request.number: chunk.seq.request for chunk in chunks}.values():
             if not request.finished:

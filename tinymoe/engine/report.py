@@ -9,7 +9,7 @@ from tinymoe.cache.pool import BlockPool
 from tinymoe.core.metrics import EngineMetrics
 from tinymoe.core.outputs import CompletionOutput, RequestOutput
 from tinymoe.core.sequence import Chunk, Request, Sequence
-from tinymoe.engine.batch import Batch
+from tinymoe.engine.forward.batch import Batch
 from tinymoe.engine.intake import Text
 from tinymoe.engine.routes import RouteRecorder
 from tinymoe.engine.sampling import prompt_logprobs
@@ -78,6 +78,8 @@ class Reporter:
 
     def deliver(self, request: Request) -> None:
         """The request as it stands, into its outbox or to the next step() that collects; there the newest is enough."""
+        if request.final_only and not request.finished:
+            return
         if request.outbox is not None:
             request.outbox.append(self.output(request))
         else:

@@ -2,19 +2,22 @@
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from tinymoe import ops
 from tinymoe.cache.storage import KVStorage
 from tinymoe.core.model_config import ModelConfig
 from tinymoe.core.trace import PATHS, Trace
-from tinymoe.engine.batch import Batch
+from tinymoe.engine.forward.batch import Batch
 from tinymoe.experts import paths
 
 
 class RouteRecorder:
     """The engine's RouteSink. load [L, E] int64 counts tokens per expert since the start; rows of dense layers stay 0.
 
-    distinct [L] and routed_steps give the mean number of experts that a step has to read.
+    distinct [L] and routed_steps give the mean number of experts that a step has to read. Counters live beside the model,
+    so that counting makes nobody wait for a GPU.
     """
 
     def __init__(self, config: ModelConfig, storage: KVStorage, trace: Trace):
@@ -22,34 +25,62 @@ class RouteRecorder:
         self.path = "adaptive"  # how the experts run; the runner takes it from the model
         self.storage = storage
         self.trace = trace
-        self.load = np.zeros((config.num_hidden_layers, config.max_experts), dtype=np.int64)
-        self.distinct = np.zeros(config.num_hidden_layers, dtype=np.int64)
+        L, E = config.num_hidden_layers, config.max_experts
+        self._layers = [i for i, layer in enumerate(config.layers) if layer.moe]
+        device = storage.kv.device
+        self._load = torch.zeros(len(self._layers), E, dtype=torch.int64, device=device)
+        self._distinct = torch.zeros(len(self._layers), dtype=torch.int64, device=device)
+        self._shape = (L, E)
         self.routed_steps = 0
         self._batch: Batch | None = None
+        self._slots = torch.zeros(0, dtype=torch.int64)
         self._ids: dict[int, Tensor] = {}  # layer -> expert ids [T, K] of the step that runs
+        self._ids_LTK: Tensor | None = None  # the same of a step that a captured graph runs
 
-    def begin(self, batch: Batch) -> None:
-        """A forward pass starts; what an earlier one left that did not come to `settle` is forgotten."""
-        self._batch = batch
-        self._ids = {}
+    @property
+    def load(self) -> np.ndarray:
+        """int64 [L, E]: visits of every expert since the start. On a GPU this waits for the steps before."""
+        load = np.zeros(self._shape, dtype=np.int64)
+        load[self._layers] = self._load.cpu().numpy()
+        return load
+
+    @property
+    def distinct(self) -> np.ndarray:
+        """int64 [L]: experts visited, summed over steps."""
+        distinct = np.zeros(self._shape[0], dtype=np.int64)
+        distinct[self._layers] = self._distinct.cpu().numpy()
+        return distinct
+
+    def begin(self, slots_T: Tensor, batch: Batch | None = None) -> None:
+        """A forward pass starts; what an earlier one left that did not come to `settle` is forgotten. Events need the
+        batch."""
+        self._slots, self._batch, self._ids, self._ids_LTK = slots_T, batch, {}, None
+
+    def take(self, ids_LTK: Tensor | None) -> None:
+        """A captured graph runs, and this is where its experts will be."""
+        self._ids, self._ids_LTK = {}, ids_LTK
+
+    def stacked(self) -> Tensor | None:
+        """The experts of all layers of the step [L, T, K], -1 where a layer has fewer than K; None without experts."""
+        if not self._ids:
+            return None
+        K = max(ids_TK.shape[1] for ids_TK in self._ids.values())
+        padded = [F.pad(ids_TK, (0, K - ids_TK.shape[1]), value=-1) for ids_TK in self._ids.values()]
+        return torch.stack(padded)
 
     def settle(self) -> None:
         """The step counts."""
-        L, E = self.load.shape
-        if self._ids:  # all layers in one count: on a GPU, one wait a step
-            places = torch.cat([layer * E + ids_TK.reshape(-1) for layer, ids_TK in self._ids.items()])
-            counts = torch.bincount(places, minlength=L * E).view(L, E).cpu().numpy()
-            self.load += counts
-            self.distinct += np.count_nonzero(counts, axis=1)
+        ids_LTK = self.stacked() if self._ids_LTK is None else self._ids_LTK
+        if ids_LTK is not None:
+            ops.count_routes(ids_LTK, self._load, self._distinct)
         self.routed_steps += 1
 
     def route(self, layer: int, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
         """Called by each MoE layer of the step."""
-        assert self._batch is not None
         self._ids[layer] = ids_TK
         if self.storage.experts is not None:
-            self.storage.experts[self._batch.slots, layer, : ids_TK.shape[1]] = ids_TK.to(torch.int16)
-        if self.trace.on:
+            self.storage.experts[self._slots, layer, : ids_TK.shape[1]] = ids_TK.to(torch.int16)
+        if self.trace.on and self._batch is not None:
             self._emit(layer, logits_TE, ids_TK, weights_TK)
 
     def _emit(self, layer: int, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
@@ -58,6 +89,7 @@ class RouteRecorder:
         moe = self.config.layers[layer].moe
         scores_TE = logits_TE.sigmoid() if moe and moe.scoring == "sigmoid" else logits_TE.softmax(-1)
         # A selection bias and groups choose by other scores: then this gap can be negative, and bounds nothing.
+        ids_TK = ids_TK.long()
         rejected_T = scores_TE.scatter(1, ids_TK, -1.0).amax(1)
         gaps_T = (scores_TE.gather(1, ids_TK).amin(1) - rejected_T).clamp(max=1)
         experts, gates = ids_TK.tolist(), (weights_TK.nan_to_num() * 1000).round().int().tolist()

@@ -75,6 +75,11 @@ class Scheduler:
         self._record(chunks)
         return chunks
 
+    def follow(self, chunks: list[Chunk]) -> None:
+        """These chunks run without a choice, right behind a step of the same sequences; their blocks are reserved."""
+        self._waits = {}
+        self._record(chunks)
+
     def _plan(self, admit: bool) -> list[Chunk]:
         """Chunks of the running sequences, then of waiting ones that can start."""
         budget = self.config.max_num_batched_tokens

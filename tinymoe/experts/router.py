@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tinymoe import ops
@@ -16,6 +15,8 @@ class Router(nn.Module):
     Logits are computed in float32 whatever the model's dtype: the choice of experts is discrete, and a rounding error
     that is harmless elsewhere would send a token to another expert.
     """
+
+    invariant = False  # see model.decoder.Decoder
 
     def __init__(self, config: MoEConfig, hidden_size: int):
         super().__init__()
@@ -33,7 +34,7 @@ class Router(nn.Module):
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """x [T, D] -> [T, E] float32."""
-        return F.linear(x_TD.float(), self.weight.float())
+        return ops.linear_float32(x_TD, self.weight, self.invariant)
 
     def options(self) -> dict[str, Any]:
         """How to choose, for ops.topk_softmax and ops.fused_moe."""

@@ -1,6 +1,6 @@
 """Attention: projections, norms and rotation here; where keys and values are kept is the caller's `attend`."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -8,13 +8,28 @@ from torch import Tensor, nn
 
 from tinymoe import ops
 from tinymoe.core.model_config import ModelConfig
-from tinymoe.model.layers import RMSNorm
+from tinymoe.model.layers import Linear, RMSNorm
 
 
 class Attend(Protocol):
-    """Keep this step's keys and values of `layer` and attend: q [T, N, H], k and v [T, G, H] -> [T, N, H]."""
+    """Where keys and values are kept, and the attention over them."""
 
-    def __call__(self, layer: int, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> Tensor: ...
+    def __call__(self, layer: int, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> Tensor:
+        """Keep this step's keys and values of `layer` and attend: q [T, N, H], k and v [T, G, H] -> [T, N, H]."""
+        ...
+
+
+@runtime_checkable
+class PagedStore(Protocol):
+    """An Attend that can take keys and values straight from the rotation's kernel."""
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """k_cache and v_cache [num_blocks, block_size, G, H] and slots [T]."""
+        ...
+
+    def stored(self, layer: int, q_TNH: Tensor) -> Tensor:
+        """Attend when this step's keys and values are there already."""
+        ...
 
 
 class Attention(nn.Module):
@@ -25,8 +40,8 @@ class Attention(nn.Module):
         self.layer = layer
         self.heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         N, G, H = self.heads
-        self.qkv = nn.Linear(config.hidden_size, (N + 2 * G) * H, bias=config.qkv_bias)
-        self.out = nn.Linear(N * H, config.hidden_size, bias=config.attention_output_bias)
+        self.qkv = Linear(config.hidden_size, (N + 2 * G) * H, bias=config.qkv_bias)
+        self.out = Linear(N * H, config.hidden_size, bias=config.attention_output_bias)
         self.qk_norm, self.eps = config.qk_norm, config.rms_norm_eps
         self.clip_qkv = config.clip_qkv
         if config.qk_norm is not None:
@@ -38,6 +53,13 @@ class Attention(nn.Module):
         N, G, H = self.heads
         T = x_TD.shape[0]
         qkv = self.qkv(x_TD)
+        if ops.gpu.serves(qkv) and isinstance(attend, PagedStore):
+            weights = (None, None) if self.qk_norm is None else (self.q_norm.weight, self.k_norm.weight)
+            clip, pages = self.clip_qkv, attend.pages(self.layer)
+            q_TNH, _ = ops.rotate(
+                qkv, cos_TR, sin_TR, self.heads, *weights, eps=self.eps, clip=clip, cache=pages
+            )
+            return self.out(attend.stored(self.layer, q_TNH).view(T, N * H))
         if self.qk_norm == "full":
             q, k, v = qkv.split((N * H, G * H, G * H), dim=-1)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)

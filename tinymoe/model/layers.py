@@ -27,6 +27,15 @@ def activation(name: str) -> Activation:
     return ACTIVATIONS[name]
 
 
+class Linear(nn.Linear):
+    """nn.Linear whose product can be asked to be the same bits for a row whoever shares its batch."""
+
+    invariant = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        return ops.linear(input, self.weight, self.bias, self.invariant)
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last axis."""
 
@@ -38,14 +47,20 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
 
+    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + delta (x itself if there is nothing to add), and its norm: on a GPU one pass over memory."""
+        if delta is None:
+            return x, self(x)
+        return ops.add_rms_norm(x, delta, self.weight, self.eps)
+
 
 class MLP(nn.Module):
     """Gated MLP of width F; gate and up live in one matrix [2F, D]."""
 
     def __init__(self, hidden_size: int, width: int, act: Activation, bias: bool = False):
         super().__init__()
-        self.gate_up = nn.Linear(hidden_size, 2 * width, bias=bias)
-        self.down = nn.Linear(width, hidden_size, bias=bias)
+        self.gate_up = Linear(hidden_size, 2 * width, bias=bias)
+        self.down = Linear(width, hidden_size, bias=bias)
         self.act = act
 
     def forward(self, x_TD: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from tinymoe.core.model_config import MoEConfig
 from tinymoe.experts import paths
 from tinymoe.experts.dispatch import LocalDispatch
 from tinymoe.experts.router import Router
-from tinymoe.model.layers import MLP, Activation
+from tinymoe.model.layers import MLP, Activation, Linear
 
 
 class RouteSink(Protocol):
@@ -38,8 +38,10 @@ class MoE(nn.Module):
     """One Mixture-of-Experts block (dropless: every chosen expert runs).
 
     path: how the experts run, a name of experts.paths.PATHS, or "fused" (SwiGLU only): the whole block is one operation,
-    which on a GPU means the fused kernels.
+    which on a GPU means the fused kernels. invariant: see Decoder.
     """
+
+    invariant = False
 
     def __init__(self, config: MoEConfig, hidden_size: int, layer: int, act: Activation):
         super().__init__()
@@ -52,7 +54,7 @@ class MoE(nn.Module):
         if config.shared_intermediate_size:
             self.shared = MLP(hidden_size, config.shared_intermediate_size, act)
             if config.shared_gate:
-                self.shared_gate = nn.Linear(hidden_size, 1, bias=False)
+                self.shared_gate = Linear(hidden_size, 1, bias=False)
 
     def prepare(self, device: torch.device) -> None:
         """After loading, for serving: the weights' layout on a CPU, the fused kernels on a GPU that has them."""
@@ -61,10 +63,10 @@ class MoE(nn.Module):
         elif ops.gpu.AVAILABLE and device.type == "cuda" and self.act is F.silu:
             self.path = "fused"
 
-    def forward(self, x_TD: Tensor, sink: RouteSink | None = None) -> Tensor:
-        """x [T, D] -> [T, D]."""
+    def forward(self, x_TD: Tensor, sink: RouteSink | None = None, num_valid: Tensor | None = None) -> Tensor:
+        """x [T, D] -> [T, D]. num_valid (int32 [1], path "fused" only): tokens from there on visit no expert."""
         if self.path == "fused":
-            return self._fused(x_TD, sink)
+            return self._fused(x_TD, sink, num_valid)
         logits_TE, ids_TK, weights_TK = self.router(x_TD)
         if sink is not None:
             sink.route(self.layer, logits_TE, ids_TK, weights_TK)
@@ -84,7 +86,7 @@ class MoE(nn.Module):
         shared_TD = self.shared(x_TD)
         return shared_TD if self.shared_gate is None else shared_TD * self.shared_gate(x_TD).sigmoid()
 
-    def _fused(self, x_TD: Tensor, sink: RouteSink | None) -> Tensor:
+    def _fused(self, x_TD: Tensor, sink: RouteSink | None, num_valid: Tensor | None) -> Tensor:
         """Routing, experts, combine and the shared expert's addition by one operation."""
         logits_TE = self.router.logits(x_TD)
         out_TD, ids_TK, weights_TK = ops.fused_moe(
@@ -94,6 +96,8 @@ class MoE(nn.Module):
             self.experts.down,
             self.config.top_k,
             shared_TH=self._shared(x_TD),
+            num_valid=num_valid,
+            invariant=self.invariant,
             **self.router.options(),
         )
         if sink is not None:

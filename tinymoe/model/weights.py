@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from tinymoe.core.config import Dtype
 from tinymoe.core.model_config import ConfigError, ModelConfig
@@ -67,7 +67,7 @@ class Checkpoint:
     Raises CheckpointError.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, read_weights: bool = True):
         self.folder = Path(folder)
         _need(
             self.folder.is_dir(),
@@ -87,7 +87,8 @@ class Checkpoint:
         self._file_of: dict[str, Any] = {}
         with ExitStack() as undo:
             undo.push(self._stack)
-            self._open_all()
+            if read_weights:
+                self._open_all()
             undo.pop_all()
 
     def __enter__(self) -> "Checkpoint":
@@ -174,10 +175,10 @@ class Checkpoint:
     def model_dtype(self, dtype: Dtype) -> torch.dtype:
         """`dtype`; for "auto" what config.json says (dtype, formerly torch_dtype), or else the final norm's."""
         if dtype == "auto":
-            said = str(
-                self.config.get("dtype") or self.config.get("torch_dtype") or self.dtype("model.norm.weight")
-            )
-            said = said.removeprefix("torch.")
+            said = self.config.get("dtype") or self.config.get("torch_dtype")
+            if said is None:
+                said = self.dtype("model.norm.weight") if self.names else "float32"
+            said = str(said).removeprefix("torch.")
             _need(
                 said in DTYPES, f"the checkpoint's dtype {said!r} is not supported: choose dtype={_CHOICES}"
             )
@@ -226,16 +227,6 @@ class Checkpoint:
         return slots
 
 
-def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Give every meta parameter memory of its own, uninitialised. The selection bias stays float32 (as in
-    transformers): it is compared with scores in float32, and moves by steps too small for 16 bits."""
-    for name, parameter in list(model.named_parameters()):
-        owner, _, leaf = name.rpartition(".")
-        kept = torch.float32 if leaf == "selection_bias" else dtype
-        empty = torch.empty(parameter.shape, dtype=kept, device=device)
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(empty, requires_grad=parameter.requires_grad))
-
-
 @torch.no_grad()
 def _fill(checkpoint: Checkpoint, slots: Mapping[str, Slot], model: Decoder) -> None:
     parameters = dict(model.named_parameters())
@@ -250,23 +241,31 @@ def _fill(checkpoint: Checkpoint, slots: Mapping[str, Slot], model: Decoder) -> 
         _need(all(marks), f"{marks.count(0)} of {len(marks)} rows of parameter {name} were not filled")
 
 
-def load_model(folder: str | Path, dtype: Dtype = "auto", device: str | torch.device = "cpu") -> Decoder:
+def load_model(
+    folder: str | Path,
+    dtype: Dtype = "auto",
+    device: str | torch.device = "cpu",
+    load_format: str = "safetensors",
+) -> Decoder:
     """Load a checkpoint folder: config.json, and model.safetensors or shards with model.safetensors.index.json.
 
     dtype: of all parameters but the selection bias (float32); "auto" takes the checkpoint's. The decoder is in eval
     mode. A tied model may bring lm_head.weight as well if it equals the embedding, and rotary buffers are passed over.
+    load_format: "dummy" needs config.json only and makes random weights (seed 0), for measuring speed.
     Raises CheckpointError, naming file, tensor or option and what to do.
     """
-    with Checkpoint(folder) as checkpoint:
-        slots = checkpoint.slots()
+    device = torch.device(device)
+    with Checkpoint(folder, read_weights=load_format != "dummy") as checkpoint:
         kept = checkpoint.model_dtype(dtype)
-        with torch.device("meta"):
-            model = Decoder(checkpoint.model_config)
-        _materialise(model, kept, torch.device(device))
-        _fill(checkpoint, slots, model)
+        if load_format == "dummy":
+            model = Decoder.empty(checkpoint.model_config, kept, device).init_weights()
+        else:
+            slots = checkpoint.slots()
+            model = Decoder.empty(checkpoint.model_config, kept, device)
+            _fill(checkpoint, slots, model)
     for module in model.modules():
         if isinstance(module, MoE):
-            module.prepare(torch.device(device))
+            module.prepare(device)
     return model.eval()
 
 

@@ -3,10 +3,13 @@
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from tinymoe import ops
 from tinymoe.core.sequence import Sequence
-from tinymoe.engine.batch import Batch
+from tinymoe.engine.forward.batch import Batch
+from tinymoe.engine.forward.runner import Forward
 from tinymoe.engine.sampling.logits import Row
 from tinymoe.engine.sampling.sampler import Sampled, Sampler
 
@@ -25,18 +28,21 @@ def draws_of(batch: Batch) -> list[Draw]:
     for i, chunk in enumerate(batch.chunks):
         if chunk.samples:
             seq, last = chunk.seq, batch.first_row[i + 1] - 1
-            unforked = seq.index == 0 and len(seq.request.sequences) < seq.request.params.n
-            indices = range(seq.request.params.n) if unforked else (seq.index,)
+            indices = range(seq.request.params.n) if seq.forks else (seq.index,)
             draws += [Draw(seq, index, last) for index in indices]
     return draws
 
 
 def sample_draws(
-    sampler: Sampler, logits: torch.Tensor, draws: list[Draw], eos_token_ids: Seq[int]
+    sampler: Sampler, forward: Forward, draws: list[Draw], eos_token_ids: Seq[int]
 ) -> list[Sampled]:
-    """One token per draw from logits [R, V] float32, in their order."""
+    """One token per draw from the rows of the step's logits, in their order."""
     if not draws:
         return []
+    if all(draw.seq.request.params.plain for draw in draws):
+        drawn = _drawn_there(forward, draws)
+        if drawn is not None and np.isfinite(drawn[1]).all():
+            return [Sampled(int(token)) for token in drawn[0]]
     rows = [
         Row(
             params=seq.request.params,
@@ -49,7 +55,28 @@ def sample_draws(
         )
         for seq, index, _ in draws
     ]
+    return sampler.sample(_picked(forward.logits, draws), rows)
+
+
+def _picked(logits_RV: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
+    """The rows that are drawn from."""
     picked = [draw.logits_row for draw in draws]
-    if picked != list(range(logits.shape[0])):
-        logits = logits[torch.tensor(picked, device=logits.device)]
-    return sampler.sample(logits, rows)
+    if picked == list(range(logits_RV.shape[0])):
+        return logits_RV
+    return logits_RV[torch.tensor(picked, device=logits_RV.device)]
+
+
+def _drawn_there(forward: Forward, draws: list[Draw]) -> np.ndarray | None:
+    """Token ids and largest logits, float64 [2, draws], drawn where the logits are; None on a CPU."""
+    if forward.flight is not None:
+        return forward.flight.wait()
+    if not ops.gpu.serves(forward.logits):
+        return None
+    params = [draw.seq.request.params for draw in draws]
+    heat_R = torch.tensor([one.heat for one in params], dtype=torch.float32)
+    seeds = [(draw.seq.request.seed + draw.index) % 2**63 for draw in draws]
+    keys_2R = torch.tensor([seeds, [draw.seq.num_tokens for draw in draws]])
+    device = forward.logits.device
+    seeds_R, positions_R = keys_2R.to(device)
+    ids_R, best_R = ops.sample(_picked(forward.logits, draws), heat_R.to(device), seeds_R, positions_R)
+    return torch.stack((ids_R.double(), best_R.double())).cpu().numpy()

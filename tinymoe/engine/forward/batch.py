@@ -23,7 +23,8 @@ class Batch(NamedTuple):
     """One step, flat: the chunks one after another, in the order in which they were reserved.
 
     token_ids, positions, slots [T] int64. spans: one per chunk. rows [R] int64: tokens whose logits are wanted; those of
-    chunk i are rows first_row[i] .. first_row[i + 1] - 1.
+    chunk i are rows first_row[i] .. first_row[i + 1] - 1. decodes: every token yields one token of its own
+    sequence.
     """
 
     chunks: list[Chunk]
@@ -33,10 +34,12 @@ class Batch(NamedTuple):
     spans: list[Span]
     rows: Tensor
     first_row: list[int]
+    decodes: bool
 
     @classmethod
-    def build(cls, chunks: list[Chunk], blocks: BlockManager, device: torch.device | str = "cpu") -> "Batch":
-        """Flatten reserved chunks. A chunk wants its last row if it samples, and all of them for prompt logprobs."""
+    def build(cls, chunks: list[Chunk], blocks: BlockManager) -> "Batch":
+        """Flatten reserved chunks, on the CPU. A chunk wants its last row if it samples, and all of them for prompt
+        logprobs."""
         token_ids: list[int] = []
         spans: list[Span] = []
         rows: list[int] = []
@@ -52,13 +55,21 @@ class Batch(NamedTuple):
             elif samples:
                 rows.append(end - 1)
             first_row.append(len(rows))
-        as_tensor = lambda x: torch.as_tensor(x, dtype=torch.int64).to(device)  # noqa: E731
         return cls(
             chunks,
-            as_tensor(token_ids),
-            as_tensor(blocks.positions()),
-            as_tensor(blocks.place()),
+            torch.tensor(token_ids, dtype=torch.int64),
+            torch.from_numpy(blocks.positions()),
+            torch.from_numpy(blocks.place()),
             spans,
-            as_tensor(rows),
+            torch.tensor(rows, dtype=torch.int64),
             first_row,
+            len(rows) == len(token_ids) and not any(chunk.seq.forks for chunk in chunks),
         )
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same with its tensors on `device`, in one transfer."""
+        if device.type == "cpu":
+            return self
+        parts = (self.token_ids, self.positions, self.slots, self.rows)
+        there = torch.cat(parts).to(device).split([len(part) for part in parts])
+        return self._replace(token_ids=there[0], positions=there[1], slots=there[2], rows=there[3])

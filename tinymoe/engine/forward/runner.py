@@ -1,0 +1,121 @@
+"""The forward pass over paged KV."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tinymoe import ops
+from tinymoe.cache.blocks import BlockManager
+from tinymoe.cache.storage import KVStorage
+from tinymoe.core.config import EngineConfig
+from tinymoe.engine.forward.batch import Batch
+from tinymoe.engine.forward.graphs import DecodeGraphs, Flight, Inputs, buckets_up_to
+from tinymoe.engine.routes import RouteRecorder
+from tinymoe.model.decoder import Decoder
+from tinymoe.model.moe import MoE
+
+
+class PagedAttend:
+    """Writes a layer's keys and values to their slots, then attends over the block tables.
+
+    slots: as KVStorage.write takes them. plans: how the step attends, one for each sliding window of the model.
+    """
+
+    def __init__(self, slots: Tensor, plans: dict, storage: KVStorage, windows: list):
+        self.slots = slots
+        self.plans = plans
+        self.storage = storage
+        self.windows = windows
+
+    def __call__(self, layer: int, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> Tensor:
+        self.storage.write(layer, self.slots, k_TGH, v_TGH)
+        return self.stored(layer, q_TNH)
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Where a kernel puts the layer's keys and values itself."""
+        k_cache, v_cache = self.storage.kv[layer]
+        return k_cache, v_cache, self.slots
+
+    def stored(self, layer: int, q_TNH: Tensor) -> Tensor:
+        """Attend; keys and values are in their slots."""
+        k_cache, v_cache = self.storage.kv[layer]
+        return ops.paged_attention(q_TNH, k_cache, v_cache, self.plans[self.windows[layer]])
+
+
+class Forward(NamedTuple):
+    """What a step's forward pass leaves: logits [R, V] float32 of batch.rows; a captured graph also draws tokens."""
+
+    logits: Tensor
+    flight: Flight | None = None
+
+
+class Runner:
+    """Owns the model and the KV tensors; runs one batch at a time."""
+
+    def __init__(self, model: Decoder, storage: KVStorage, recorder: RouteRecorder):
+        self.model = model
+        self.storage = storage
+        self.recorder = recorder
+        self.device = storage.kv.device
+        ops.gpu.check_head_dim(model.config.head_dim, self.device)
+        self._moes = [m for m in model.modules() if isinstance(m, MoE)]
+        recorder.path = next((m.path for m in self._moes), recorder.path)
+        self.windows = [layer.sliding_window for layer in model.config.layers]
+        self.graphs: DecodeGraphs | None = None
+
+    @torch.inference_mode()
+    def capture(self, config: EngineConfig, max_model_len: int) -> None:
+        """Record decode steps as CUDA graphs, where there are CUDA and kernels that wait for nothing."""
+        fused = all(m.path == "fused" for m in self._moes)
+        if not config.enforce_eager and fused and ops.gpu.AVAILABLE and self.device.type == "cuda":
+            width = -(-max_model_len // config.block_size)
+            graphs = DecodeGraphs(self._decode, buckets_up_to(config.max_num_seqs), width, self.device)
+            graphs.capture(set(self.windows), max_model_len, self.model.invariant)
+            self.graphs = graphs
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, blocks: BlockManager) -> Forward:
+        """Copy the blocks that are about to diverge, then one forward pass over a batch whose blocks are reserved."""
+        self.storage.copy_blocks(blocks.copies)
+        if self.flies(batch):
+            return self._fly(batch, blocks, follow=False)
+        batch = batch.to(self.device)
+        self.recorder.begin(batch.slots, batch)
+        plans = {
+            window: ops.plan_attention(
+                batch.spans, self.storage.block_size, window, self.device, self.model.invariant
+            )
+            for window in set(self.windows)
+        }
+        attend = PagedAttend(batch.slots, plans, self.storage, self.windows)
+        return Forward(self.model(batch.token_ids, batch.positions, attend, self.recorder, batch.rows))
+
+    def flies(self, batch: Batch) -> bool:
+        """Whether a captured graph can run this batch: decodes only, not too many, and nobody looks inside."""
+        graphs = self.graphs
+        if graphs is None or not batch.decodes or self.recorder.trace.on:
+            return False
+        return graphs.bucket_for(len(batch.chunks)) is not None
+
+    @torch.inference_mode()
+    def follow(self, batch: Batch, blocks: BlockManager) -> Forward:
+        """One more step of the same sequences behind the one that runs: its tokens are those that one draws."""
+        self.storage.copy_blocks(blocks.copies)
+        return self._fly(batch, blocks, follow=True)
+
+    def _fly(self, batch: Batch, blocks: BlockManager, follow: bool) -> Forward:
+        assert self.graphs is not None
+        flight = self.graphs.launch(batch.chunks, blocks, follow=follow)
+        self.recorder.take(flight.ids_LTK)
+        return Forward(flight.logits, flight)
+
+    def _decode(self, x: Inputs, bucket: int, plans: dict) -> tuple[Tensor, Tensor | None]:
+        """What a graph records: one decode step of `bucket` rows."""
+        slots = x.slots[:bucket]
+        attend = PagedAttend(slots, plans, self.storage, self.windows)
+        self.recorder.begin(slots)
+        logits = self.model(
+            x.token_ids[:bucket], x.positions[:bucket], attend, self.recorder, None, x.num_valid
+        )
+        return logits, self.recorder.stacked()
