@@ -186,9 +186,12 @@ class Engine:
             self._fail(step.batch.chunks, error)
             raise
 
-    def _grow(self, batch: Batch, logits: torch.Tensor, draws: list[Draw], sampled: list[Sampled]) -> None:
+    def _grow(
+        self, batch: Batch, logits: torch.Tensor | None, draws: list[Draw], sampled: list[Sampled]
+    ) -> None:
         """Append the tokens, fork, finish; one output per request that changed."""
-        self.reporter.keep_prompt_logprobs(batch, logits)
+        if logits is not None:
+            self.reporter.keep_prompt_logprobs(batch, logits)
         changed: dict[str, Request] = {}
         grown = []
         for draw, one in zip(draws, sampled):

@@ -80,7 +80,8 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x_TD, delta_TD = layer(x_TD, delta_TD, cos_TR, sin_TR, attend, sink, num_valid)
         if rows is not None:
-            x_TD, delta_TD = (None if t is None else t.index_select(0, rows) for t in (x_TD, delta_TD))
+            x_TD = x_TD.index_select(0, rows)
+            delta_TD = None if delta_TD is None else delta_TD.index_select(0, rows)
         _, h_TD = self.norm.add(x_TD, delta_TD)
         head = self.embed if self.lm_head is None else self.lm_head
         return ops.linear(h_TD, head.weight, None, self.invariant).float()
@@ -113,7 +114,7 @@ class Decoder(nn.Module):
         """One order of summation for every number of tokens, in all products of the model. Returns self."""
         for module in self.modules():
             if hasattr(module, "invariant"):
-                module.invariant = True
+                setattr(module, "invariant", True)  # noqa: B010
         return self
 
     @torch.no_grad()

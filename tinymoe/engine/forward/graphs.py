@@ -172,7 +172,12 @@ class DecodeGraphs:
         self._drawn = graph.drawn
         drawn = staged.drawn[: 2 * bucket].view(2, bucket)
         drawn.copy_(graph.drawn, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
+        arrived = self._mark()
         ids_LTK = None if graph.ids_LTK is None else graph.ids_LTK[:, :n]
         return Flight(graph.logits[:n], ids_LTK, drawn[:, :n], arrived)
+
+    def _mark(self) -> torch.cuda.Event:
+        """Something that can be waited for until all that has been launched is done."""
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return arrived

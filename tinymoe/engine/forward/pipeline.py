@@ -58,6 +58,7 @@ class Pipeline:
         self.blocks.settle(index=False)
         self.routes.settle()  # before another graph overwrites where the experts are
         step.settled = True
+        step.forward = step.forward._replace(logits=None)  # the graph that follows writes there
         chunks = [Chunk(chunk.seq, chunk.stop, chunk.stop + 1, True) for chunk in batch.chunks]
         if not self.blocks.reserve(chunks):
             return None
@@ -90,4 +91,5 @@ class Pipeline:
         limit = self.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, seq.num_prompt_tokens + params.max_tokens)
-        return seq.row >= 0 and params.plain and after < limit
+        told = params.plain and params.prompt_logprobs is None
+        return seq.row >= 0 and told and after < limit

@@ -44,9 +44,10 @@ class PagedAttend:
 
 
 class Forward(NamedTuple):
-    """What a step's forward pass leaves: logits [R, V] float32 of batch.rows; a captured graph also draws tokens."""
+    """What a step's forward pass leaves: logits [R, V] float32 of batch.rows; a captured graph also draws tokens, and its
+    logits are gone (None) once another step follows."""
 
-    logits: Tensor
+    logits: Tensor | None
     flight: Flight | None = None
 
 

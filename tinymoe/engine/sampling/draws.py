@@ -1,5 +1,6 @@
 """Which tokens a step has to draw: for which sequence, from which row of its logits, under which options."""
 
+import math
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -41,8 +42,8 @@ def sample_draws(
         return []
     if all(draw.seq.request.params.plain for draw in draws):
         drawn = _drawn_there(forward, draws)
-        if drawn is not None and np.isfinite(drawn[1]).all():
-            return [Sampled(int(token)) for token in drawn[0]]
+        if drawn is not None and (forward.logits is None or np.isfinite(drawn[1]).all()):
+            return [_checked(draw, *one) for draw, one in zip(draws, drawn.T.tolist())]
     rows = [
         Row(
             params=seq.request.params,
@@ -55,7 +56,17 @@ def sample_draws(
         )
         for seq, index, _ in draws
     ]
+    assert forward.logits is not None  # only plain draws are followed
     return sampler.sample(_picked(forward.logits, draws), rows)
+
+
+def _checked(draw: Draw, token: float, best: float) -> Sampled:
+    if math.isfinite(best):
+        return Sampled(int(token))
+    what = "NaN" if math.isnan(best) else "infinity"
+    return Sampled(
+        -1, error=f"logits contain {what} at position {draw.seq.num_tokens}: the model's weights are at fault"
+    )
 
 
 def _picked(logits_RV: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
@@ -70,7 +81,7 @@ def _drawn_there(forward: Forward, draws: list[Draw]) -> np.ndarray | None:
     """Token ids and largest logits, float64 [2, draws], drawn where the logits are; None on a CPU."""
     if forward.flight is not None:
         return forward.flight.wait()
-    if not ops.gpu.serves(forward.logits):
+    if forward.logits is None or not ops.gpu.serves(forward.logits):
         return None
     params = [draw.seq.request.params for draw in draws]
     heat_R = torch.tensor([one.heat for one in params], dtype=torch.float32)

@@ -16,6 +16,8 @@ from tinymoe.core.outputs import Logprob
 from tinymoe.engine.sampling.logits import Row, apply_edits, restrict
 from tinymoe.ops.noise import TARGET, gumbel
 
+BROKEN = "the model's weights or activations are broken, or its dtype is too narrow; try dtype='float32'"
+
 
 class Sampled(NamedTuple):
     """The chosen token, its raw logprob and the report of params.logprobs (None if not asked for).
@@ -139,4 +141,4 @@ def _explain(logits_V: Tensor, row: Row, healthy: bool) -> str:
         what = f"logits contain +inf {at} ({inf} of {len(logits_V)} values)"
     else:
         what = f"all {len(logits_V)} logits are -inf {at}"
-    return f"{what}: the model's weights or activations are broken, or its dtype is too narrow; try dtype='float32'"
+    return f"{what}: {BROKEN}"

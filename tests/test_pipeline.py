@@ -1,0 +1,315 @@
+"""Decode steps as a captured graph runs them, and steps started before the last one's tokens are known.
+
+A stand-in replays on a CPU what a CUDA graph replays on a GPU: from the same fixed buffers, filled by the same code, with
+garbage where a bucket has rows to spare. So everything but the capture itself is tried here; test_gpu.py does the rest.
+"""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import GREEDY, NAMES, NEW, alone, cases, engine, finish, seeded, tokens_of
+
+from tinymoe import ops
+from tinymoe.core.params import SamplingParams
+from tinymoe.engine.engine import Engine
+from tinymoe.engine.forward.graphs import DecodeGraphs, Graph, Inputs, buckets_up_to
+from tinymoe.engine.forward.runner import PagedAttend
+
+ENGINES = {
+    "roomy": {},
+    "budget-9": {"max_num_batched_tokens": 9, "block_size": 4},
+    "three-seats": {"max_num_seqs": 3, "max_num_batched_tokens": 33, "block_size": 8},
+    "no-prefix-cache": {"enable_prefix_caching": False, "max_num_batched_tokens": 24, "block_size": 4},
+    "tiny-cache": {"num_blocks": 15, "block_size": 4, "max_num_batched_tokens": 24},
+    "tiny-cache-of-single-tokens": {"num_blocks": 56, "block_size": 1, "max_num_batched_tokens": 24},
+}
+
+
+class Replayed(DecodeGraphs):
+    """DecodeGraphs whose graphs are functions."""
+
+    def __init__(self, one: Engine, buckets: list[int]):
+        width = one.blocks.tables.shape[1]
+        super().__init__(lambda *_: (torch.zeros(0), None), buckets, width, torch.device("cpu"))
+        self.one = one
+        self.launched = self.followed = 0
+        config = one.runner.model.config
+        K = max((layer.moe.top_k for layer in config.layers if layer.moe), default=0)
+        L = sum(layer.moe is not None for layer in config.layers)
+        for bucket in buckets:
+            logits, drawn = (
+                torch.zeros(bucket, config.vocab_size),
+                torch.zeros(2, bucket, dtype=torch.float64),
+            )
+            ids_LTK = torch.zeros(L, bucket, K, dtype=torch.int64) if L else None
+            self.graphs[bucket] = Graph(
+                lambda bucket=bucket, out=(logits, drawn, ids_LTK): self._replay(bucket, *out),
+                logits, drawn, ids_LTK,
+            )  # fmt: skip
+
+    @torch.inference_mode()
+    def _replay(self, bucket, logits, drawn, ids_LTK):
+        x, runner = self.inputs, self.one.runner
+        n = int(x.num_valid[0])
+        assert (x.slots[n:bucket] == -1).all()
+        assert (x.context_lens[n:bucket] == 0).all()
+        spans = [(i, i + 1, int(x.context_lens[i]), x.tables[i].numpy()) for i in range(n)]
+        spans = [(a, b, c, table[: -(-c // runner.storage.block_size)]) for a, b, c, table in spans]
+        plans = {
+            window: ops.plan_attention(spans, runner.storage.block_size, window)
+            for window in set(runner.windows)
+        }
+        slots = x.slots[:n].long()
+        runner.recorder.begin(slots)
+        attend = PagedAttend(slots, plans, runner.storage, runner.windows)
+        logits.fill_(torch.nan)
+        logits[:n] = runner.model(x.token_ids[:n].long(), x.positions[:n].long(), attend, runner.recorder)
+        if ids_LTK is not None:
+            ids_LTK.fill_(-1)
+            ids_LTK[:, :n] = runner.recorder.stacked()
+        ids, best = ops.sample(logits[:n], x.temperature[:n], x.seeds[:n], x.next_positions[:n].long())
+        drawn.fill_(torch.nan)
+        drawn[:, :n] = torch.stack((ids.double(), best.double()))
+
+    def launch(self, chunks, blocks, *, follow=False):
+        self.launched += 1
+        self.followed += follow
+        return super().launch(chunks, blocks, follow=follow)
+
+    def _mark(self):
+        return SimpleNamespace(synchronize=lambda: None)
+
+
+def replayed(name, ahead=True, buckets=(1, 2, 5, 24), **options) -> Engine:
+    one = engine(name, async_scheduling=ahead, **options)
+    one.runner.graphs = Replayed(one, list(buckets))
+    return one
+
+
+def add_all(one, name, params=(GREEDY,), prefix=""):
+    for i, case in enumerate(cases(name)):
+        one.add_request(f"{prefix}greedy-{i}", case.prompt, GREEDY)
+        one.add_request(f"{prefix}seeded-{i}", case.prompt, seeded(i))
+
+
+def check_all(out, name, prefix=""):
+    for i, case in enumerate(cases(name)):
+        assert tokens_of(out[f"{prefix}greedy-{i}"]) == [case.answer], f"greedy {i}"
+        assert tokens_of(out[f"{prefix}seeded-{i}"]) == [alone(name, i, i)], f"seeded {i}"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("how", ENGINES)
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_those_of_the_plain_loop(name, how, ahead):
+    one = replayed(name, ahead, **ENGINES[how])
+    for turn in range(2):  # the second time with prefix hits
+        add_all(one, name, prefix=f"{turn}-")
+        check_all(finish(one), name, prefix=f"{turn}-")
+    graphs = one.runner.graphs
+    assert graphs.launched > 0
+    assert (graphs.followed > 0) == ahead
+    if how.startswith("tiny-cache"):
+        assert one.metrics.preemptions > 0
+    pool = one.blocks.pool
+    assert pool.num_free == pool.num_blocks
+    assert not pool.refs.any()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_everything_is_counted_as_without_graphs(ahead):
+    plain, one = engine("moe", max_num_seqs=16), replayed("moe", ahead, max_num_seqs=16)
+    for each in (plain, one):
+        add_all(each, "moe")
+        finish(each)
+    assert one.runner.graphs.launched > 0
+    np.testing.assert_array_equal(one.routes.load, plain.routes.load)
+    same = ("computed_tokens", "generation_tokens", "finished_requests", "prompt_tokens", "recomputed_tokens")
+    assert [getattr(one.metrics, key) for key in same] == [getattr(plain.metrics, key) for key in same]
+
+
+@pytest.mark.parametrize("name", ["moe", "window"])
+def test_stops_and_eos_inside_a_run_end_it_there(name):
+    """A stop that only the token tells ends the sequence; the step that ran ahead of it leaves no trace."""
+    for i, case in enumerate(cases(name)):
+        at = next((k for k in range(3, len(case.answer)) if case.answer[k] not in case.answer[:k]), None)
+        if at is None:
+            continue
+        stop = case.answer[at]
+        one = replayed(name, block_size=4)
+        one.add_request(
+            "stops", case.prompt, SamplingParams(temperature=0, max_tokens=NEW, stop_token_ids=[stop])
+        )
+        others = [k for k in range(len(cases(name))) if k != i][:3]
+        for k in others:
+            one.add_request(f"other-{k}", cases(name)[k].prompt, GREEDY)
+        out = finish(one)
+        assert out["stops"].outputs[0].token_ids == case.answer[: at + 1]
+        assert out["stops"].outputs[0].finish_reason == "stop"
+        for k in others:
+            assert tokens_of(out[f"other-{k}"]) == [cases(name)[k].answer]
+        assert one.blocks.pool.num_free == one.blocks.pool.num_blocks
+
+
+@pytest.mark.parametrize("after", range(1, 9))
+def test_abort_while_a_step_runs_ahead(after):
+    one = replayed("moe", block_size=2)
+    add_all(one, "moe")
+    out = {}
+    for _ in range(after):
+        out |= {o.request_id: o for o in one.step()}
+    last = one.abort_request("greedy-3")
+    if last is not None:
+        assert last.outputs[0].finish_reason == "abort"
+        assert tokens_of(last)[0] == cases("moe")[3].answer[: len(tokens_of(last)[0])]
+    out |= finish(one)
+    for i, case in enumerate(cases("moe")):
+        if i != 3:
+            assert tokens_of(out[f"greedy-{i}"]) == [case.answer]
+        assert tokens_of(out[f"seeded-{i}"]) == [alone("moe", i, i)]
+    assert one.blocks.pool.num_free == one.blocks.pool.num_blocks
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_order_of_arrivals_aborts_and_steps(data):
+    """What a request gets depends on nothing but itself, with graphs, steps ahead, and options that neither can serve."""
+    name = "moe"
+    one = replayed(
+        name,
+        max_num_seqs=data.draw(st.sampled_from([1, 2, 4, 16])),
+        block_size=data.draw(st.sampled_from([1, 3, 16])),
+        max_num_batched_tokens=data.draw(st.sampled_from([8, 64])),
+    )
+    r = random.Random(data.draw(st.integers(0, 999)))
+    out, wanted, aborted = {}, {}, set()
+    for n in range(10):
+        i = r.randrange(len(cases(name)))
+        kind = r.choice(["greedy", "seeded", "logprobs"])
+        params = {"greedy": GREEDY, "seeded": seeded(i), "logprobs": GREEDY.clone(logprobs=1)}[kind]
+        one.add_request(str(n), cases(name)[i].prompt, params)
+        wanted[str(n)] = alone(name, i, i) if kind == "seeded" else cases(name)[i].answer
+        for _ in range(r.randrange(4)):
+            out |= {o.request_id: o for o in one.step()}
+        if r.random() < 0.25:
+            victim = str(r.randrange(n + 1))
+            if one.abort_request(victim) is not None:
+                aborted.add(victim)
+    out |= finish(one)
+    for key, answer in wanted.items():
+        if key not in aborted:
+            assert tokens_of(out[key]) == [answer], key
+    assert one.blocks.pool.num_free == one.blocks.pool.num_blocks
+    assert not one.blocks.pool.refs.any()
+
+
+def test_a_step_ahead_that_fails_to_start_can_be_repeated(monkeypatch):
+    """The step before it is booked already: its tokens must not be lost."""
+    one = replayed("moe", block_size=2)
+    add_all(one, "moe")
+    while one.runner.graphs.followed < 2:
+        one.step()
+    launch = one.runner.graphs.launch
+
+    def broken(*arguments, follow=False):
+        if follow:
+            raise RuntimeError("no launch")
+        return launch(*arguments, follow=follow)
+
+    monkeypatch.setattr(one.runner.graphs, "launch", broken)
+    failed = 0
+    out = {}
+    for _ in range(3):
+        try:
+            out |= {o.request_id: o for o in one.step()}
+        except RuntimeError:
+            failed += 1
+    assert failed
+    monkeypatch.setattr(one.runner.graphs, "launch", launch)
+    check_all(out | finish(one), "moe")
+
+
+def test_options_that_need_logits_are_served_beside_graphs():
+    case = cases("moe")[2]
+    one = replayed("moe")
+    one.add_request("bias", case.prompt, GREEDY.clone(logit_bias={7: 100.0}))
+    one.add_request("lp", case.prompt, GREEDY.clone(logprobs=2))
+    one.add_request("n", case.prompt, SamplingParams(temperature=1, n=3, seed=4, max_tokens=NEW))
+    out = finish(one)
+    assert set(out["bias"].outputs[0].token_ids) == {7}
+    assert out["lp"].outputs[0].token_ids == case.answer
+    assert len(out["lp"].outputs[0].logprobs) == len(case.answer)
+    plain = engine("moe")
+    plain.add_request("n", case.prompt, SamplingParams(temperature=1, n=3, seed=4, max_tokens=NEW))
+    assert tokens_of(out["n"]) == tokens_of(finish(plain)["n"])
+
+
+def test_experts_of_every_token_come_back():
+    one, plain = (make("moe", return_routed_experts=True) for make in (replayed, engine))
+    for each in (one, plain):
+        each.add_request("r", cases("moe")[1].prompt, GREEDY)
+    got, wanted = (finish(each)["r"].outputs[0].routed_experts for each in (one, plain))
+    np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_bad_logit_ends_one_request_and_no_other():
+    one = replayed("moe")
+    add_all(one, "moe")
+    while not one.runner.graphs.launched:
+        one.step()
+    model = one.runner.model
+
+    class Broken:
+        config = model.config
+        invariant = False
+
+        def __call__(self, *arguments):
+            logits = model(*arguments)
+            logits[0] = torch.nan
+            return logits
+
+    one.runner.model = Broken()
+    out = {o.request_id: o for o in one.step()} | {o.request_id: o for o in one.step()}
+    one.runner.model = model
+    out |= finish(one)
+    broken = [key for key, o in out.items() if o.error]
+    assert len(broken) in (1, 2)
+    assert all("NaN" in out[key].error for key in broken)
+    for i, case in enumerate(cases("moe")):
+        if f"greedy-{i}" not in broken:
+            assert tokens_of(out[f"greedy-{i}"]) == [case.answer]
+
+
+# The buffers
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=st.integers(1, 40), width=st.integers(1, 9))
+def test_parts_of_the_inputs_do_not_overlap(rows, width):
+    x = Inputs(rows, width, "cpu")
+    parts = {
+        "token_ids": x.token_ids, "positions": x.positions, "next_positions": x.next_positions, "slots": x.slots,
+        "context_lens": x.context_lens, "temperature": x.temperature, "seeds": x.seeds, "num_valid": x.num_valid,
+        "tables": x.tables,
+    }  # fmt: skip
+    for number, part in enumerate(parts.values()):
+        part.fill_(number + 1)
+    for number, (name, part) in enumerate(parts.items()):
+        assert (part == number + 1).all(), name
+    assert len(x.seeds) >= rows
+    assert x.tables.shape == (rows, width)
+    assert x.used(rows) == len(x.words)
+    assert x.used(1) == len(x.words) - (rows - 1) * width
+
+
+@given(most=st.integers(1, 2000))
+def test_buckets_grow_to_what_is_wanted(most):
+    buckets = buckets_up_to(most)
+    assert buckets == sorted(set(buckets))
+    assert buckets[-1] == min(most, 512)
+    assert buckets[0] == 1
