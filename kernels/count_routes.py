@@ -43,16 +43,16 @@ def count_routes(
     distinct_L: torch.Tensor,
     step_LE: torch.Tensor | None = None,
 ) -> None:
-    """ids [L, T, K] int16 or int32 (a layer's [T, K] contiguous), added in place: to load [L, E] int64 each expert's
+    """ids [L, T, K] int16, int32 or int64 (a layer's [T, K] contiguous), added in place: to load [L, E] int64 each expert's
     pairs, to distinct [L] int64 the number of experts with at least one. step [L, E] int32 gets the pairs of this call.
 
     Raises ValueError for shapes, dtypes and layouts that do not fit.
     """
     (L, T, K), E = ids_LTK.shape, load_LE.shape[-1]
-    if ids_LTK.dtype not in (torch.int16, torch.int32) or not ids_LTK[:1].is_contiguous():
+    if ids_LTK.dtype not in (torch.int16, torch.int32, torch.int64) or not ids_LTK[:1].is_contiguous():
         raise ValueError(
-            f"ids must be int16 or int32 [L, T, K], contiguous in a layer, got {ids_LTK.dtype} {list(ids_LTK.shape)} "
-            f"with strides {list(ids_LTK.stride())}"
+            f"ids must be int16, int32 or int64 [L, T, K], contiguous in a layer, "
+            f"got {ids_LTK.dtype} {list(ids_LTK.shape)} with strides {list(ids_LTK.stride())}"
         )
     wanted = {
         "load": (load_LE, (L, E), torch.int64),

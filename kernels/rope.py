@@ -6,7 +6,7 @@ second read comes from the cache), and written once. Components from 2R on pass 
 tile only; a norm over all heads (OLMoE) takes all heads of q, or of k, as one tile. With a cache given, keys and
 values go straight to their slots, and the projection's row is read just once for the whole step.
 
-Reference: tinymoe.model.attention, made of tinymoe.ops.reference.rms_norm and rope (RoFormer, arXiv 2104.09864).
+Reference: tinymoe.ops.rotary.rotate (RoFormer, arXiv 2104.09864).
 """
 
 # A launch takes num_warps and num_stages, too.
@@ -18,11 +18,18 @@ import triton.language as tl
 
 
 @triton.jit
+def clamp(x, CLIP: tl.constexpr):
+    """x in -CLIP..CLIP; NaN stays NaN."""
+    return tl.where(x > CLIP, CLIP, tl.where(x < -CLIP, -CLIP, x))
+
+
+@triton.jit
 def turn(
     row, to, STRIDE_TO: tl.constexpr, first, weight, cos, sin, eps,
     COUNT: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
+    CLIP: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotation of heads first..first+HEADS-1 out of COUNT at `row` [COUNT, H], to `to`."""
+    """Norm, clip and rotation of heads first..first+HEADS-1 out of COUNT at `row` [COUNT, H], to `to`."""
     head, h = (first + tl.arange(0, HEADS))[:, None], tl.arange(0, HP)[None, :]
     pair = tl.where(h < R, h + R, tl.where(h < 2 * R, h - R, h))
     real = (head < COUNT) & (h < H)
@@ -42,6 +49,8 @@ def turn(
         # Rounded before the weight and after it, as the reference rounds narrow types.
         x = ((x * scale).to(dtype).to(tl.float32) * w.to(tl.float32)).to(dtype).to(tl.float32)
         other = ((other * scale).to(dtype).to(tl.float32) * w_pair.to(tl.float32)).to(dtype).to(tl.float32)
+    if CLIP is not None:
+        x, other = clamp(x, CLIP).to(dtype).to(tl.float32), clamp(other, CLIP).to(dtype).to(tl.float32)
     turning = h < 2 * R
     angle = tl.where(h < R, h, h - R)
     c = tl.load(cos + angle, mask=turning, other=1.0).to(dtype).to(tl.float32)
@@ -56,6 +65,7 @@ def rope_kernel(
     STRIDE_T: tl.constexpr, COS_STRIDE: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr,
     HP: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr,
     PAGE: tl.constexpr, STRIDE_BLOCK: tl.constexpr, STRIDE_SLOT: tl.constexpr, STRIDE_G: tl.constexpr,
+    CLIP: tl.constexpr,
 ):  # fmt: skip
     """Grid (T, tiles): tiles of HEADS heads of q, then of k, then (STORE) of v. NORM: 0 none, 1 each head, 2 all."""
     Q_TILES: tl.constexpr = (N + HEADS - 1) // HEADS
@@ -65,7 +75,23 @@ def rope_kernel(
     cos += token * COS_STRIDE
     sin += token * COS_STRIDE
     if tile < Q_TILES:
-        turn(row, q_out + token * (N * H), H, tile * HEADS, q_weight, cos, sin, eps, N, H, HP, R, HEADS, NORM)
+        turn(
+            row,
+            q_out + token * (N * H),
+            H,
+            tile * HEADS,
+            q_weight,
+            cos,
+            sin,
+            eps,
+            N,
+            H,
+            HP,
+            R,
+            HEADS,
+            NORM,
+            CLIP,
+        )
         return
     slot, at = token, token * STRIDE_BLOCK  # without pages, a token is its own slot
     if STORE:
@@ -75,11 +101,15 @@ def rope_kernel(
         return
     first = (tile - Q_TILES) * HEADS
     if tile < Q_TILES + K_TILES:
-        turn(row + N * H, k_out + at, STRIDE_G, first, k_weight, cos, sin, eps, G, H, HP, R, HEADS, NORM)
+        turn(
+            row + N * H, k_out + at, STRIDE_G, first, k_weight, cos, sin, eps, G, H, HP, R, HEADS, NORM, CLIP
+        )
     else:
         head, h = (first - K_TILES * HEADS + tl.arange(0, HEADS))[:, None], tl.arange(0, HP)[None, :]
         real = (head < G) & (h < H)
         v = tl.load(row + (N + G) * H + head * H + h, mask=real, other=0.0)
+        if CLIP is not None:
+            v = clamp(v.to(tl.float32), CLIP).to(v.dtype)
         tl.store(v_out + at + head * STRIDE_G + h, v, mask=real)
 
 
@@ -92,11 +122,13 @@ def rope(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
+    clip: float | None = None,
     cache: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """qkv [T, (N + 2G) * H], cos and sin [T, R], heads (N, G, H) -> q [T, N, H] and k [T, G, H], normed and rotated.
 
     q_weight and k_weight: norm over each head ([H] both) or over all heads together ([N * H] and [G * H]).
+    clip: after the norm, clamp to -clip..clip (OLMoE); values only where they are stored.
     cache: k_cache and v_cache [num_blocks, block_size, G, H] and slots [T] int64; then keys and values go to their
     slots (-1: nowhere), and k is None. Raises ValueError for shapes that do not fit.
     """
@@ -138,6 +170,6 @@ def rope(
             qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, cos_TR, sin_TR,
             q_TNH, k_to, v_to, slots, float(eps), STRIDE_T=qkv.stride(0), COS_STRIDE=R, N=N, G=G, H=H, HP=HP, R=R,
             HEADS=HEADS, NORM=norm, STORE=cache is not None, PAGE=pages[0], STRIDE_BLOCK=pages[1],
-            STRIDE_SLOT=pages[2], STRIDE_G=pages[3], num_warps=min(max(HEADS * HP // 512, 1), 8),
+            STRIDE_SLOT=pages[2], STRIDE_G=pages[3], CLIP=clip and float(clip), num_warps=min(max(HEADS * HP // 512, 1), 8),
         )  # fmt: skip
     return q_TNH, k_TGH

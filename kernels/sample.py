@@ -134,8 +134,8 @@ def sample(
     *,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [R, V] float16, bfloat16 or float32, temperature [R] float32 (0: greedy), seeds and positions [R] int64 ->
-    ids [R] int64, and the highest logit of each row [R] float32: NaN if one of them is NaN.
+    """logits [R, V] float16, bfloat16 or float32, temperature [R] float32 (0: greedy), seeds [R] int64, positions [R]
+    int64 or int32 -> ids [R] int64, and the highest logit of each row [R] float32: NaN if one of them is NaN.
 
     A row whose highest logit is not finite has no token: its id lies in range and means nothing. splits: a power of two
     instead of `splits_for`'s. Raises ValueError for shapes that do not fit.

@@ -130,7 +130,14 @@ def test_rope(pages, full, tmp_path):
         rotation,
         ("rope_kernel",),
         lambda: rotation.rope(
-            qkv, cos, cos, (N, G, H), q_weight=weights[0], k_weight=weights[1], cache=cache
+            qkv,
+            cos,
+            cos,
+            (N, G, H),
+            q_weight=weights[0],
+            k_weight=weights[1],
+            clip=8.0 if full else None,
+            cache=cache,
         ),
     )
     made = build(call, tmp_path)

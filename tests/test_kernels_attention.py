@@ -18,6 +18,7 @@ if not INTERPRETED and not torch.cuda.is_available():
 
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from tinymoe import ops
 from tinymoe.kernels import paged_attention as paged
 from tinymoe.kernels.paged_attention import Tile, paged_attention
 from tinymoe.kernels.rms_norm import add_rms_norm, rms_norm
@@ -349,11 +350,12 @@ def turned64(x, cos, sin):
     return out
 
 
+@pytest.mark.parametrize("clip", [None, 0.6])
 @pytest.mark.parametrize("norm", [None, "head", "full"])
 @pytest.mark.parametrize(
-    ("heads", "R"), [((4, 2, 32), 16), ((9, 3, 16), 4), ((3, 3, 20), 10), ((2, 1, 8), 3)]
+    ("heads", "R"), [((4, 2, 32), 16), ((9, 3, 16), 4), ((3, 3, 20), 10), ((2, 1, 8), 3), ((6, 6, 12), 4)]
 )
-def test_rope(heads, R, norm):
+def test_rope(heads, R, norm, clip):
     N, G, H = heads
     T = 2
     qkv = torch.randn(T, (N + 2 * G) * H + 5, device=DEVICE)[:, :-5]
@@ -371,19 +373,38 @@ def test_rope(heads, R, norm):
         part = part.reshape(T, count, H).double().cpu()
         if norm == "head":
             part = norm64(part, weight, 1e-5)
+        part = part if clip is None else part.clamp(-clip, clip)
         wanted.append(turned64(part, cos.double().cpu(), sin.double().cpu()))
-    got = rope(qkv, cos, sin, heads, eps=1e-5, **weights)
-    for have, want in zip(got, wanted):
+    v = qkv[:, (N + G) * H :].reshape(T, G, H)
+    v = v if clip is None else v.clamp(-clip, clip)
+    got = rope(qkv, cos, sin, heads, eps=1e-5, clip=clip, **weights)
+    plain = ops.rotate(
+        qkv, cos, sin, heads, eps=1e-5, clip=clip, **weights
+    )  # the reference: gradients are wanted
+    for have, other, want in zip(got, plain, wanted):
         torch.testing.assert_close(have.double().cpu(), want, rtol=1e-5, atol=3e-6)
+        torch.testing.assert_close(other.double().cpu(), want, rtol=1e-5, atol=3e-6)
 
     kv = torch.full((2, 3, 4, G, H), CANARY, device=DEVICE)
-    stored = kv.clone()
-    stored[0, 2, 1], stored[1, 2, 1] = got[1][1], qkv[1, (N + G) * H :].view(G, H)
     slots = torch.tensor([-1, 9], device=DEVICE)
-    q, nothing = rope(qkv, cos, sin, heads, eps=1e-5, cache=(kv[0], kv[1], slots), **weights)
-    assert nothing is None
-    assert torch.equal(q, got[0])
-    assert torch.equal(kv, stored)
+    for turn, (q_wanted, k_wanted) in ((rope, got), (ops.rotate, plain)):
+        mine, stored = kv.clone(), kv.clone()
+        stored[0, 2, 1], stored[1, 2, 1] = k_wanted[1], v[1]
+        q, nothing = turn(qkv, cos, sin, heads, eps=1e-5, clip=clip, cache=(*mine, slots), **weights)
+        assert nothing is None
+        assert torch.equal(q, q_wanted)
+        assert torch.equal(mine, stored)
+
+
+def test_a_clip_keeps_nan():
+    """A clamp that hid it would hide it from the check of the logits, too."""
+    qkv, cos = torch.full((1, 4 * 8), torch.nan, device=DEVICE), torch.ones(1, 4, device=DEVICE)
+    kv = torch.zeros(2, 1, 1, 1, 8, device=DEVICE)
+    q, _ = rope(
+        qkv, cos, cos, (2, 1, 8), clip=1.0, cache=(*kv, torch.zeros(1, dtype=torch.int32, device=DEVICE))
+    )
+    assert q.isnan().all()
+    assert kv.isnan().all()
 
 
 def test_rope_of_nothing_and_refusals():

@@ -193,8 +193,9 @@ def test_plain_requests_get_what_the_sampler_chooses():
     ]
     for stream in (noise.TARGET, noise.DRAFT):
         wanted = [s.token for s in Sampler().sample(logits, rows, stream=stream)]
-        ids, _ = sample(logits, torch.tensor(temperature, device=DEVICE), seeds, positions, stream)
-        assert ids.tolist() == wanted
+        given = torch.tensor(temperature, device=DEVICE), seeds, positions.int(), stream
+        for draw_all in (sample, reference.sample):
+            assert draw_all(logits, *given)[0].tolist() == wanted
 
 
 def test_no_row_and_refusals():
@@ -222,7 +223,7 @@ if ON_GPU:
     ROUTES += [(48, 512, 8, 128), (24, 8000, 4, 32), (2, 100, 2, 512)]
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
 @pytest.mark.parametrize(("L", "T", "K", "E"), ROUTES)
 def test_visits_are_counted(L, T, K, E, dtype):
     """Against a loop. Rows of nobody, ids that no expert has, and the rows behind those of the step."""
@@ -248,9 +249,9 @@ def test_what_cannot_be_counted():
     ids = torch.zeros(2, 3, 4, dtype=torch.int32, device=DEVICE)
     load, distinct = (torch.zeros(*shape, dtype=torch.int64, device=DEVICE) for shape in ((2, 5), (2,)))
     with pytest.raises(
-        ValueError, match=r"ids must be int16 or int32 \[L, T, K\].* got torch.int64 \[2, 3, 4\]"
+        ValueError, match=r"int16, int32 or int64 \[L, T, K\].* got torch.float32 \[2, 3, 4\]"
     ):
-        count_routes(ids.long(), load, distinct)
+        count_routes(ids.float(), load, distinct)
     with pytest.raises(ValueError, match=r"contiguous in a layer.* strides \[12, 4, 1\]"):
         count_routes(ids[:, :, :2], load, distinct)
     with pytest.raises(ValueError, match=r"load must be a contiguous torch.int64 \[2, 5\], got torch.int32"):

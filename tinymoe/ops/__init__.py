@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinymoe.ops import gpu, reference
+from tinymoe.ops import gpu, reference, rotary
 from tinymoe.ops import paged_attention as paged
 from tinymoe.ops.noise import TARGET
 from tinymoe.ops.paged_attention import AttentionPlan
@@ -96,27 +96,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(
-    qkv: Tensor,
-    cos_TR: Tensor,
-    sin_TR: Tensor,
-    heads: tuple[int, int, int],
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 1e-6,
-) -> tuple[Tensor, Tensor]:
-    """qkv [T, (N + 2G) * H], heads (N, G, H) -> q [T, N, H] and k [T, G, H], normed over each head if weights [H] are
-    given, and rotated by cos and sin [T, R]."""
+    qkv: Tensor, cos_TR: Tensor, sin_TR: Tensor, heads: tuple[int, int, int],
+    q_weight: Tensor | None = None, k_weight: Tensor | None = None, eps: float = 1e-6,
+    *, clip: float | None = None, cache: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """From rows of the qkv projection to q [T, N, H] and k [T, G, H], normed, clamped and rotated; with a cache, keys
+    and values go there and k is None: see rotary.rotate."""
     if gpu.serves(qkv):
-        return gpu.rotary.rope(qkv, cos_TR, sin_TR, heads, q_weight=q_weight, k_weight=k_weight, eps=eps)
-    N, G, H = heads
-    qk_TMH = qkv.view(qkv.shape[0], N + 2 * G, H)[
-        :, : N + G
-    ]  # one norm and one rotation for both: half the launches
-    if q_weight is not None and k_weight is not None:
-        scale_MH = torch.cat((q_weight.expand(N, H), k_weight.expand(G, H)))
-        qk_TMH = reference.rms_norm(qk_TMH, scale_MH, eps)
-    q_TNH, k_TGH = rope(qk_TMH, cos_TR, sin_TR).split((N, G), dim=1)
-    return q_TNH, k_TGH
+        weights = {"q_weight": q_weight, "k_weight": k_weight}
+        return gpu.rotary.rope(qkv, cos_TR, sin_TR, heads, **weights, eps=eps, clip=clip, cache=cache)
+    return rotary.rotate(qkv, cos_TR, sin_TR, heads, q_weight, k_weight, eps, clip=clip, cache=cache)
 
 
 def plan_attention(

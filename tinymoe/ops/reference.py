@@ -99,14 +99,16 @@ def fused_moe(
     *,
     residual_TH: Tensor | None = None,
     shared_TH: Tensor | None = None,
+    num_valid: Tensor | None = None,
     **routing: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One Mixture-of-Experts layer: x [T, H], router logits [T, E] -> out [T, H], ids [T, K] int64, weights [T, K].
 
     gate_up [E, 2I, H] (gate rows first), down [E, H, I]; an expert is down(silu(gate(x)) * up(x)). Its answers are
     rounded to x's dtype, summed over the router's slots in float32, plus `shared` and `residual`, and rounded once.
+    num_valid (int32 [1]): tokens from there on are padding, visit no expert and get ids -1.
     """
-    ids_TK, weights_TK = topk_softmax(logits_TE, top_k, **routing)
+    ids_TK, weights_TK = topk_softmax(logits_TE, top_k, num_valid=num_valid, **routing)
     order, offsets = sort_tokens(ids_TK, gate_up_E2IH.shape[0])
     y_PH = x_TH.new_zeros(ids_TK.numel(), x_TH.shape[1])
     for expert, (start, stop) in enumerate(pairwise(offsets.tolist())):
@@ -275,12 +277,12 @@ def sample(
     """One token a row: argmax(logits / temperature + Gumbel noise), the noise keyed by (stream, seed, position, id); at
     temperature 0 the argmax alone. The lowest id wins a tie, and NaN counts as +inf.
 
-    logits [R, V], temperature [R] float32, seeds and positions [R] int64. Returns ids [R] int64 and the highest logit of
-    each row [R] float32: NaN if the row holds one.
+    logits [R, V], temperature [R] float32, seeds [R] int64, positions [R] int64 or int32. Returns ids [R] int64 and the
+    highest logit of each row [R] float32: NaN if the row holds one.
     """
     ids_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
     drawn_R1 = temperature_R[:, None] > 0
     # In float64: at a tiny temperature, noise added to float32 would be rounded off.
     scores_RV = logits_RV.double() / torch.where(drawn_R1, temperature_R[:, None], 1).double()
-    scores_RV += torch.where(drawn_R1, noise.gumbel(seeds_R, positions_R, ids_V, stream), 0)
+    scores_RV += torch.where(drawn_R1, noise.gumbel(seeds_R, positions_R.long(), ids_V, stream), 0)
     return scores_RV.masked_fill_(scores_RV.isnan(), torch.inf).argmax(-1), logits_RV.float().amax(-1)
