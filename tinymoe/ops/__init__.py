@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tinymoe.ops import gpu, reference, rotary
@@ -13,6 +14,7 @@ from tinymoe.ops.reference import causal_attention, causal_mask, gather_pages, r
 
 __all__ = [
     "AttentionPlan",
+    "add_rms_norm",
     "blocked_sparse",
     "causal_attention",
     "causal_mask",
@@ -20,6 +22,8 @@ __all__ = [
     "dense_masked",
     "fused_moe",
     "gather_pages",
+    "linear",
+    "linear_float32",
     "paged_attention",
     "plan_attention",
     "rms_norm",
@@ -28,6 +32,23 @@ __all__ = [
     "sample",
     "topk_softmax",
 ]
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, invariant: bool = False) -> Tensor:
+    """x [T, I] @ weight.T + bias. invariant: on a GPU by our own kernel, whose order of summation no batch changes."""
+    if invariant and gpu.serves(x):
+        return gpu.matmul.linear(x, weight_OI, bias_O)
+    return F.linear(x, weight_OI, bias_O)
+
+
+def linear_float32(x: Tensor, weight_OI: Tensor, invariant: bool = False) -> Tensor:
+    """x [T, I] @ weight.T with sums and result in float32, whatever the dtype of the two (products of 16-bit floats are
+    exact there)."""
+    if gpu.serves(x) and x.dtype is weight_OI.dtype is not torch.float32:
+        if invariant:
+            return gpu.matmul.linear(x, weight_OI, out_dtype=torch.float32)
+        return torch.mm(x, weight_OI.t(), out_dtype=torch.float32)
+    return linear(x.float(), weight_OI.float(), None, invariant)
 
 
 def topk_softmax(logits_TE: Tensor, top_k: int, **options: Any) -> tuple[Tensor, Tensor]:
@@ -47,12 +68,13 @@ def count_routes(ids_LTK: Tensor, load_LE: Tensor, distinct_L: Tensor, step_LE: 
 def fused_moe(
     x_TH: Tensor, logits_TE: Tensor, gate_up_E2IH: Tensor, down_EHI: Tensor, top_k: int, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One Mixture-of-Experts layer with SwiGLU: out [T, H], ids [T, K] int64, weights [T, K]: see reference.fused_moe."""
+    """One Mixture-of-Experts layer with SwiGLU: out [T, H], ids [T, K], weights [T, K]: see reference.fused_moe.
+
+    invariant: on a GPU, the same bits for a token whoever shares its batch. ids are int64, int32 from the kernel.
+    """
     if gpu.serves(x_TH):
-        out_TH, ids_TK, weights_TK = gpu.moe.fused_moe(
-            x_TH, logits_TE, gate_up_E2IH, down_EHI, top_k, **options
-        )
-        return out_TH, ids_TK.long(), weights_TK
+        return gpu.moe.fused_moe(x_TH, logits_TE, gate_up_E2IH, down_EHI, top_k, **options)
+    options.pop("invariant", None)
     return reference.fused_moe(x_TH, logits_TE, gate_up_E2IH, down_EHI, top_k, **options)
 
 
@@ -95,6 +117,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return reference.rms_norm(x, weight, eps)
 
 
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + delta, and rms_norm of that."""
+    if gpu.serves(x) and weight.dim() == 1:
+        normed, summed = gpu.norm.add_rms_norm(x, delta, weight, eps)
+        return summed, normed
+    summed = x + delta
+    return summed, reference.rms_norm(summed, weight, eps)
+
+
 def rotate(
     qkv: Tensor, cos_TR: Tensor, sin_TR: Tensor, heads: tuple[int, int, int],
     q_weight: Tensor | None = None, k_weight: Tensor | None = None, eps: float = 1e-6,
@@ -109,11 +140,16 @@ def rotate(
 
 
 def plan_attention(
-    spans: list, block_size: int, window: int | None, device: torch.device | str = "cpu"
+    spans: list,
+    block_size: int,
+    window: int | None,
+    device: torch.device | str = "cpu",
+    invariant: bool = False,
 ) -> AttentionPlan | gpu.PagePlan:
-    """How the tokens of one step attend, made once a step: spans (start, stop, context, block table)."""
+    """How the tokens of one step attend, made once a step: spans (start, stop, context, block table). invariant: on a
+    GPU, the same bits for a sequence whoever shares its batch."""
     if gpu.AVAILABLE and torch.device(device).type == "cuda":
-        return gpu.plan_pages(spans, window, device)
+        return gpu.plan_pages(spans, window, device, invariant)
     return paged.plan_attention(spans, block_size, window, device)
 
 

@@ -29,9 +29,10 @@ dense = kernel("dense_masked")
 blocked = kernel("blocked_sparse")
 routing = kernel("topk_softmax")
 norm = kernel("rms_norm")
+matmul = kernel("linear")
+counting = kernel("count_routes")
 rotary = kernel("rope")
 pages = kernel("paged_attention")
-counting = kernel("count_routes")
 sampling = kernel("sample")
 
 
@@ -58,9 +59,12 @@ class PagePlan(NamedTuple):
     min_query_len: int
     max_context: int
     window: int | None
+    invariant: bool = False
 
 
-def plan_pages(spans: list, window: int | None, device: torch.device | str) -> PagePlan:
+def plan_pages(
+    spans: list, window: int | None, device: torch.device | str, invariant: bool = False
+) -> PagePlan:
     """Spans (start, stop, context, block table) that follow one another -> the kernel's arguments, in one transfer."""
     S = len(spans)
     width = max((len(blocks) for *_, blocks in spans), default=0)
@@ -74,7 +78,8 @@ def plan_pages(spans: list, window: int | None, device: torch.device | str) -> P
     packed[S * width + S + 1 :] = contexts
     there = torch.from_numpy(packed).to(device)
     tables, starts, lens = there.split((S * width, S + 1, S))
-    return PagePlan(tables.view(S, width), starts, lens, max(lengths), min(lengths), max(contexts), window)
+    bounds = (max(lengths), min(lengths), max(contexts))
+    return PagePlan(tables.view(S, width), starts, lens, *bounds, window, invariant)
 
 
 def attend(q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, plan: PagePlan) -> Tensor:
@@ -89,4 +94,5 @@ def attend(q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, plan: PagePlan) -> T
         min_query_len=plan.min_query_len,
         max_context=plan.max_context,
         window=plan.window,
+        invariant=plan.invariant,
     )
