@@ -3,15 +3,17 @@
 import argparse
 
 from tinymoe.bench import card, engine, tables
-from tinymoe.bench.gpu import attention, e2e, moe, tiles
+from tinymoe.bench.gpu import attention, e2e, kernels, tiles
+from tinymoe.bench.gpu.paths import selection
 
 SUITES = {
     "engine": engine,
     "card": card,
-    "kernels": moe,
+    "kernels": kernels,
     "attention": attention,
     "tiles": tiles,
     "e2e": e2e,
+    "selection": selection,
     "tables": tables,
 }
 

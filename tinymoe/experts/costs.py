@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinymoe.core.model_config import brief, require
+from tinymoe.core.model_config import ConfigError, brief, require
 
 FEATURES = ("one", "distinct", "tiles", "tokens", "largest")
 LAWS = ("time", "log")
@@ -96,18 +96,25 @@ def load(path: str | Path, shape: str) -> CostModel:
     try:
         body = json.loads(Path(path).read_text())
     except ValueError as error:
-        require(False, f"{name} is no JSON ({error}): measure again with tinymoe bench selection")
-    rows = body.get("rows") if isinstance(body, dict) else None
+        raise ConfigError(
+            f"{name} is no JSON ({error}): measure again with tinymoe bench selection"
+        ) from error
+    rows: Any = body.get("rows") if isinstance(body, dict) else None
     require(isinstance(rows, list), f"{name}: an object with a list 'rows' wanted, got {brief(body)}")
-    models = [row for row in rows if isinstance(row, dict) and row.get("kind") == "model"]
+    models: list[dict[str, Any]] = [
+        row for row in rows if isinstance(row, dict) and row.get("kind") == "model"
+    ]
     mine = [row for row in models if row.get("shape") == shape]
     known = sorted({str(row.get("shape")) for row in models})
     require(bool(mine), f"{name} has no cost model for {shape!r}; it has {known}")
-    laws = {row.get("law") for row in mine}
+    laws: set[Any] = {row.get("law") for row in mine}
     require(len(laws) == 1 and laws <= set(LAWS), f"{name}: law must be one of {LAWS} and the same in all rows of {shape!r}, got {brief(laws)}")  # fmt: skip
     found: dict[tuple[str, int], tuple[float, ...]] = {}
     for row in mine:
-        way, bucket, values = row.get("path"), row.get("bucket"), row.get("coefficients")
+        way: Any
+        bucket: Any
+        values: Any
+        way, bucket, values = (row.get(key) for key in ("path", "bucket", "coefficients"))
         require(isinstance(way, str) and bool(way), f"{name}: path must be a name, got {brief(way)}")
         ok = type(bucket) is int and bucket >= 1 and bucket & (bucket - 1) == 0
         require(ok, f"{name}: bucket must be a power of two, got {brief(bucket)} for {way!r}")

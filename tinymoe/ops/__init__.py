@@ -29,6 +29,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rotate",
+    "run_path",
     "sample",
     "topk_softmax",
 ]
@@ -75,6 +76,21 @@ def fused_moe(
     if gpu.serves(x_TH):
         return gpu.moe.fused_moe(x_TH, logits_TE, gate_up_E2IH, down_EHI, top_k, **options)
     options.pop("invariant", None)
+    return reference.fused_moe(x_TH, logits_TE, gate_up_E2IH, down_EHI, top_k, **options)
+
+
+def run_path(
+    path: str,
+    x_TH: Tensor,
+    logits_TE: Tensor,
+    gate_up_E2IH: Tensor,
+    down_EHI: Tensor,
+    top_k: int,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """fused_moe by a named way (see kernels/expert_paths.py), as experts.selection chooses it; one answer for all."""
+    if gpu.serves(x_TH):
+        return gpu.expert_paths.run(path, x_TH, logits_TE, gate_up_E2IH, down_EHI, top_k, **options)
     return reference.fused_moe(x_TH, logits_TE, gate_up_E2IH, down_EHI, top_k, **options)
 
 

@@ -34,6 +34,12 @@ SHAPES = {
     "olmoe-1b-7b": Shape(64, 8, 2048, 1024),
     "dsv2-lite": Shape(64, 6, 2048, 1408),
 }
+# The bundled model's routes (16 experts, 2 a token) at the widths of real layers.
+TRACED = {
+    f"trace16@{name}": Shape(16, 2, s.hidden, s.width)
+    for name, s in zip(("mixtral", "qwen3", "olmoe", "dsv2"), SHAPES.values())
+}
+EVERY = SHAPES | TRACED
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 
 
@@ -60,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def draw(name: str, seed: int) -> tuple[Tensor, Tensor]:
     """gate_up [E, 2I, H] and down [E, H, I] of one layer."""
-    s = SHAPES[name]
+    s = EVERY[name]
     generator = torch.Generator("cuda").manual_seed(seed)
     options = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
     gate_up = torch.randn(s.experts, 2 * s.width, s.hidden, **options) * s.hidden**-0.5
@@ -68,7 +74,7 @@ def draw(name: str, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def inputs(name: str, tokens: int, weights: tuple[Tensor, Tensor], seed: int) -> Layer:
-    s = SHAPES[name]
+    s = EVERY[name]
     generator = torch.Generator("cuda").manual_seed(seed + tokens)
     x = torch.randn(tokens, s.hidden, device="cuda", dtype=torch.bfloat16, generator=generator)
     logits = torch.randn(tokens, s.experts, device="cuda", generator=generator)

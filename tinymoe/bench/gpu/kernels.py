@@ -1,0 +1,17 @@
+"""One Mixture-of-Experts layer on a GPU, router logits in and tokens out: ours, a peer, and the roofline, in one run.
+With --fit instead: every path through the experts over a grid of tokens and skews, for the cost model."""
+
+import argparse
+
+from tinymoe.bench.gpu import moe
+from tinymoe.bench.gpu.paths import costs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    moe.add_arguments(parser)
+    parser.add_argument("--fit", action="store_true", help="time the expert paths, and fit the cost model")
+    costs.add_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return costs.run(arguments) if arguments.fit else moe.run(arguments)
