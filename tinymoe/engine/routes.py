@@ -68,6 +68,7 @@ class RouteRecorder:
         padded = [F.pad(ids_TK, (0, K - ids_TK.shape[1]), value=-1) for ids_TK in self._ids.values()]
         return torch.stack(padded)
 
+    @torch.inference_mode()
     def settle(self) -> None:
         """The step counts."""
         ids_LTK = self.stacked() if self._ids_LTK is None else self._ids_LTK

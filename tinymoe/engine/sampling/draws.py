@@ -34,6 +34,7 @@ def draws_of(batch: Batch) -> list[Draw]:
     return draws
 
 
+@torch.inference_mode()
 def sample_draws(
     sampler: Sampler, forward: Forward, draws: list[Draw], eos_token_ids: Seq[int]
 ) -> list[Sampled]:
