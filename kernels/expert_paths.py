@@ -11,6 +11,7 @@ number of tokens, so that a model compiles few kernels and a CUDA graph can be k
 """
 
 import torch
+import triton
 
 from tinymoe.kernels.blocked_sparse import block_tiles, blocked_sparse
 from tinymoe.kernels.dense_masked import DENSE16, DENSE64, DENSE_WIDE, dense_masked
@@ -24,13 +25,14 @@ MOST_PAIRS = 128  # visits: each reads an expert's weights anew, so more of them
 
 
 def serves(path: str, num_tokens: int, num_experts: int, top_k: int) -> bool:
-    """Whether the path is worth measuring at this number of tokens. The bounds are wide: a path beyond them would read
-    every expert many times, or multiply what nobody asked for."""
-    pairs = num_tokens * top_k
+    """Whether the path is worth measuring in the bucket (a power of two) of this number of tokens. The bounds are wide: a
+    path beyond them would read every expert many times, or multiply what nobody asked for."""
+    bucket = triton.next_power_of_2(max(1, num_tokens))
+    pairs = bucket * top_k
     if path == "few":
         return pairs <= MOST_PAIRS
     if path.startswith("dense"):
-        return num_tokens <= 1024 and num_experts <= 16 * top_k
+        return bucket <= 1024 and num_experts <= 16 * top_k
     if path == "grouped16":
         return pairs <= 256 * num_experts
     if path in ("grouped128", "blocked128"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tinymoe.__main__ import main
-from tinymoe.bench.gpu.paths import costs, routes, selection
+from tinymoe.bench.gpu.paths import blocks, costs, routes, selection
 from tinymoe.bench.results import read_results, write_results
 from tinymoe.core.model_config import ConfigError
 from tinymoe.experts.costs import CostModel, features, load, rows_of
@@ -268,3 +268,32 @@ def test_kernels_fit_writes_rows_and_models(tmp_path, monkeypatch):
     assert {(row["tokens"], row["skew"]) for row in rows} == {(1, 0.0), (1, 2.0), (16, 0.0), (16, 2.0)}
     assert load(out, "mixtral-8x7b").buckets == [1, 16]
     assert Namespace(**body["controls"][0]).measurements == len(rows)
+
+
+def test_blocks_by_hand():
+    loads = np.array([1, 0, 16, 17])
+    assert blocks.padding(loads, 16) == pytest.approx(64 / 34)
+    assert blocks.padding(loads, 1) == 1
+    assert blocks.padding(np.zeros(3, dtype=int), 16) == 0
+
+
+def test_blocks_writes_padding_and_rates(tmp_path, monkeypatch):
+    real = costs.EVERY["trace16@qwen3"]._replace(hidden=8, width=4)
+    monkeypatch.setattr(blocks, "EVERY", {"qwen3-30b-a3b": real})
+    monkeypatch.setattr(costs, "EVERY", {"qwen3-30b-a3b": real})
+    monkeypatch.setattr(blocks, "draw", lambda *_: WEIGHTS)
+    monkeypatch.setattr(blocks.torch, "Generator", lambda device: torch._C.Generator("cpu"))
+    kernels = SimpleNamespace(blocked_sparse=None, fused_moe=None)
+    blocked = SimpleNamespace(blocked_sparse=lambda *_, block: block)
+    monkeypatch.setattr(blocks, "gpu", SimpleNamespace(AVAILABLE=True, moe=kernels, blocked=blocked))
+    monkeypatch.setattr(blocks, "replay", lambda run, repeats: [run() if run.keywords else 50.0] * repeats)
+    kernels.fused_moe = lambda *_: None
+    out = tmp_path / "b.json"
+    assert main(["bench", "kernels", "--blocks", "--shapes", "qwen3-30b-a3b", "--out", str(out)]) == 0
+    rows = read_results(out)["rows"]
+    assert [(row["tokens"], row["block"]) for row in rows] == [(t, b) for t in blocks.TOKENS for b in blocks.BLOCKS]  # fmt: skip
+    row = rows[1]
+    assert row["us"]["median"] == 32
+    assert row["tflops"] == pytest.approx(6 * 64 * 2 * 8 * 4 / 32 / 1e6)
+    assert 1 <= row["padding"] <= rows[3]["padding"]
+    assert row["sorted_with_router_us"]["median"] == 50

@@ -104,6 +104,16 @@ def test_random_numbers_of_tokens_compile_what_the_buckets_compile(way, shape):
     assert 2 <= len(gemms) <= (14 if way == "planned" else 5)
 
 
+def test_a_bucket_is_served_by_one_set_of_paths():
+    for E, K, *_ in SHAPES.values():
+        for tokens in RANDOM:
+            bucket = 1 << (tokens - 1).bit_length()
+            for path in expert_paths.PATHS:
+                assert expert_paths.serves(path, tokens, E, K) == expert_paths.serves(path, bucket, E, K)
+        for tokens in BUCKETS:
+            assert expert_paths.serves(expert_paths.INVARIANT_PATH, tokens, E, K)
+
+
 def test_a_kernel_that_cared_for_the_tokens_would_be_found(monkeypatch):
     """The number of tokens as a compile-time argument: each of them is a kernel of its own."""
     original = dense_masked._constants

@@ -158,6 +158,17 @@ def test_weights_beyond_two_gigabytes(name):
     assert torch.equal(out, WAYS[name](x, ids, weights, gate_up, down))
 
 
+@pytest.mark.skipif(ON_GPU, reason="products are counted by the interpreter")
+def test_an_expert_that_no_token_of_a_tile_chose_is_left_unread(monkeypatch):
+    """Tiles of 16 tokens: the first meets experts 0 and 2, the second expert 4."""
+    calls, multiply = [], dense_masked.multiply
+    monkeypatch.setattr(dense_masked, "multiply", lambda *a: calls.append(1) or multiply(*a))
+    x, gate_up, down = layer(18, 5, 32, 32)
+    ids = torch.tensor([[0], [2]] * 8 + [[4]] * 2, dtype=torch.int32)
+    dense_masked.dense_masked(x, ids, torch.ones(18, 1), gate_up, down, tiles=PLAIN)
+    assert len(calls) == 3 * (2 + 1)  # gate and up, and down, each one step of 32
+
+
 # The layout
 
 
@@ -293,3 +304,33 @@ def test_every_name_with_its_own_tiles(path, dtype):
 def test_other_names_are_refused():
     with pytest.raises(ValueError, match="unknown expert path 'none'; known: few, grouped16"):
         expert_paths.run("none", normal(1, 16), normal(1, 2), normal(2, 32, 16), normal(2, 16, 16), 1)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="CUDA graphs")
+@pytest.mark.parametrize("path", expert_paths.PATHS)
+def test_graphs_of_every_path_can_be_replayed_on_other_routes(path, monkeypatch):
+    """Captured at few tokens, then at many, then the first again: nothing waits for the host, nothing is shared."""
+    monkeypatch.undo()  # poisoning is a launch of its own, and would be captured, too
+    E, k, H, I = 16, 2, 256, 192
+    _, gate_up, down = (t.bfloat16() for t in layer(1, E, H, I))
+    captured = []
+    for T in (4, 60):
+        x, logits = torch.zeros(T, H, device="cuda", dtype=torch.bfloat16), torch.zeros(T, E, device="cuda")
+        valid = torch.full((1,), T, dtype=torch.int32, device="cuda")
+        expert_paths.run(path, x, logits, gate_up, down, k, num_valid=valid)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, ids, weights = expert_paths.run(path, x, logits, gate_up, down, k, num_valid=valid)
+        captured.append((graph, T, x, logits, valid, out, ids, weights))
+    for seed, (graph, T, x, logits, valid, out, ids, weights) in enumerate([*captured, captured[0]]):
+        x.copy_(normal(T, H, seed=seed))
+        logits.copy_(normal(T, E, seed=seed + 10))
+        valid.fill_(T - 1)
+        graph.replay()
+        torch.cuda.synchronize()
+        wanted = loop_moe(x, ids, weights, gate_up, down)
+        assert ids[-1].tolist() == [-1, -1]
+        assert torch.equal(ids[:-1].long(), logits[:-1].topk(k).indices)
+        error = (out.double() - wanted).norm() / wanted.norm()
+        assert error < 0.02

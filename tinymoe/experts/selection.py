@@ -18,28 +18,61 @@ import numpy as np
 from tinymoe.core.model_config import require
 from tinymoe.experts.costs import CostModel, rows_of
 
+TRIED = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)  # skews; the first spreads evenly
+MOST_DRAWN = 512  # tokens that are drawn; the loads of larger buckets are multiples of these
+
+
+def routes_tried(tokens: int, num_experts: int, top_k: int) -> np.ndarray:
+    """Loads [N, E] of layers whose experts are loved evenly, very unevenly, and between; an equal number of each."""
+    generator = np.random.default_rng(0)
+    drawn = min(tokens, MOST_DRAWN)
+    times = max(2, min(16, 1024 // drawn))
+    found = []
+    for skew in TRIED:
+        for _ in range(times):
+            scores = generator.gumbel(size=(drawn, num_experts)) - skew * np.log(
+                np.arange(1, num_experts + 1)
+            )
+            ids = np.argpartition(-scores, top_k - 1, axis=1)[:, :top_k]
+            found.append(np.bincount(ids.ravel(), minlength=num_experts) * tokens // drawn)
+    return np.array(found)
+
 
 class _Bucket:
-    """What is known of one bucket: its paths, the table of costs by count, the path of its next step."""
+    """What is known of one bucket: its paths, the table of costs by count, the path of its next step.
 
-    def __init__(self, model: CostModel, bucket: int, num_experts: int, top_k: int):
-        self.paths = model.candidates(bucket)
-        measured = model.nearest(bucket)
-        c_PF = np.array([model.coefficients[path, measured] for path in self.paths])
+    Routes of many kinds are tried when the bucket is made. A path that none of them makes the cheapest is left out; and
+    where nothing gains enough over the path for even routes, that is the only one: then no step has to be looked at.
+    """
+
+    def __init__(self, model: CostModel, bucket: int, num_experts: int, top_k: int, gain: float):
+        measured, self.log = model.nearest(bucket), model.law == "log"
+        paths = model.candidates(bucket)
+        self._tabulate(model, paths, measured, bucket, num_experts, top_k)
+        full, least = (routes_tried(t, num_experts, top_k) for t in (bucket, bucket // 2 + 1))
+        cost_NP = np.array([self.costs(loads_E[None]) for loads_E in (*full, *least)])
+        start = int(cost_NP[: len(full) // len(TRIED)].sum(axis=0).argmin())
+        wins = {start} | set(cost_NP.argmin(axis=1).tolist())
+        if (cost_NP.min(axis=1) >= (1 - gain) * cost_NP[:, start]).all():
+            wins = {start}
+        kept = sorted(wins)
+        self._tabulate(model, [paths[i] for i in kept], measured, bucket, num_experts, top_k)
+        self.now = kept.index(start)
+        self.better = 0  # steps running in which another path would have gained enough
+
+    def _tabulate(
+        self, model: CostModel, paths: list[str], measured: int, bucket: int, num_experts: int, top_k: int
+    ) -> None:
+        self.paths = paths
+        c_PF = np.array([model.coefficients[path, measured] for path in paths])
         n_N = np.arange(bucket + 1)
-        tiles_NP = -(-n_N[:, None] // np.array([rows_of(path) for path in self.paths]))
+        tiles_NP = -(-n_N[:, None] // np.array([rows_of(path) for path in paths]))
         # A layer has E counts and K * T visits: so the constant and the tokens' term are sums over experts, too.
         self.table_NP = c_PF[:, 0] / num_experts + (n_N > 0)[:, None] * c_PF[:, 1] + tiles_NP * c_PF[:, 2]
         self.table_NP += n_N[:, None] / top_k * c_PF[:, 3]
         self.per_largest_P = c_PF[:, 4]
         self.largest_matters = bool(self.per_largest_P.any())
-        self.log = model.law == "log"
         self.ones = np.ones(0)
-        # Until a step has run: routes that spread evenly, as a trained router's roughly do.
-        generator = np.random.default_rng(0)
-        even_LE = generator.binomial(bucket, top_k / num_experts, size=(16, num_experts))
-        self.now = int(self.costs(even_LE).argmin())
-        self.better = 0  # steps running in which another path would have gained enough
 
     def costs(self, counts_LE: np.ndarray) -> np.ndarray:
         """Predicted microseconds of each path, all layers together."""
@@ -114,6 +147,10 @@ class Selector:
             bucket.now, bucket.better = costs.index(least), 0
             self.switches += 1
 
+    def candidates(self, tokens: int) -> list[str]:
+        """The paths that some routes make the cheapest at so many tokens: those a graph is worth capturing for."""
+        return [self.constant] if self.constant is not None else list(self._bucket(tokens).paths)
+
     def predict(self, tokens: int, counts_LE: np.ndarray | Sequence) -> dict[str, float]:
         """Predicted microseconds of each candidate, all layers together."""
         bucket = self._bucket(tokens)
@@ -125,5 +162,7 @@ class Selector:
             self._buckets += [None] * (bits + 1 - len(self._buckets))
         bucket = self._buckets[bits]
         if bucket is None:
-            bucket = self._buckets[bits] = _Bucket(self.model, 1 << bits, self.num_experts, self.top_k)
+            bucket = self._buckets[bits] = _Bucket(
+                self.model, 1 << bits, self.num_experts, self.top_k, self.gain
+            )
         return bucket
