@@ -8,6 +8,7 @@ import os
 import random
 import re
 import runpy
+from importlib.util import find_spec
 from pathlib import Path
 
 import nbformat
@@ -308,6 +309,8 @@ def test_injection_in_stored_notebooks(number, monkeypatch):
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     monkeypatch.setenv("PYTHONPATH", path)
     solutions, wrong = SOLVED[number]["SOLUTIONS"], SOLVED[number]["WRONG"]
+    if any("# needs triton" in code for code in solutions.values()) and find_spec("triton") is None:
+        pytest.skip("the answers are kernels, and Triton is not installed here")
     notebook = nbformat.read(STORED[number], as_version=4)
     assert_judged(inject(notebook, STORED[number].parent, solutions, wrong), solutions, wrong)
 

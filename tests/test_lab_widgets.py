@@ -26,6 +26,7 @@ ALL = [
     (ScheduleChart, schedule),
 ]
 MODULES = (
+    "cell_map",
     "page_table",
     "predict",
     "prefix_tree",

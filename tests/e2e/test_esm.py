@@ -52,6 +52,17 @@ CONTRAST = """() => {
 }"""
 
 
+CELLS = {
+    "label": "3 pairs, stage 4 of 5",
+    "size": [38, 30],
+    "follow": "1",
+    "things": ["pair", 3],
+    "panels": [
+        {"title": "by token", "label": 70, "rows": [["a", ["e"]], ["b", ["e", ["n2\ne1"]]]]},
+        {"title": "by expert", "label": 0, "rows": [["", [["d0\na"], ["s1\nb"], "!7", "r", ".x"]]]},
+    ],
+    "key": [["n", "now"], ["r", "room"]],
+}
 LOGITS = [0.5, -1.25, 2.0, 0.25, -3.0, 1.5]
 TILES = {
     "event": 5,
@@ -132,6 +143,8 @@ def traits_of(name, events):
         return {"frame": RouterDial(LOGITS, expert=3).frame, "selection": "", "turnable": True}
     if name == "tile_map":
         return {"frame": TILES, "selection": ""}
+    if name == "cell_map":
+        return {"frame": CELLS, "selection": ""}
     view = {"page_table": pages, "prefix_tree": prefix, "schedule_chart": schedule}[name]
     chosen = view.moments(events)
     options = {"block_size": 4} if view is pages else {}
@@ -150,6 +163,7 @@ def traits_of(name, events):
         "token_matrix",
         "router_dial",
         "tile_map",
+        "cell_map",
     ],
 )
 def test_text_can_be_read_by_day_and_night(draw, events, name, scheme):
@@ -282,6 +296,36 @@ def test_tile_map_draws_rows_room_and_blocks(draw, events):
     here.page.evaluate("(frame) => model.set('frame', frame)", {**TILES, "now": [-1, -1]})
     assert here.page.locator("g.now").count() == 0
     assert image.get_attribute("aria-label") == "tile map: no tile is left for this program"
+
+
+def test_cell_map_draws_boxes_and_follows_one(draw, events):
+    here = draw("cell_map", traits_of("cell_map", events))
+    page, boxes = here.page, here.page.locator(".panels .box")
+    kinds = [b.get_attribute("class") for b in boxes.all()]
+    assert kinds == [
+        *("box gap", "box gap", "box now"),
+        *("box done", "box put mine", "box clash", "box room", "box plain"),
+    ]
+    assert page.get_by_role("img").get_attribute("aria-label") == "3 pairs, stage 4 of 5"
+    menu = page.get_by_role("combobox", name="follow")
+    assert menu.locator("option").all_inner_texts() == ["pair 0", "pair 1", "pair 2"]
+    assert menu.input_value() == "1"
+    menu.select_option("2")
+    assert page.locator(".mine").all_inner_texts() == ["2\ne1"]
+    page.locator("[data-id='0']").click()
+    assert menu.input_value() == "0"
+    moved = {**CELLS, "panels": [{"title": "all", "label": 0, "rows": [["", [["n2\nb"], [".0\na"]]]]}]}
+    page.evaluate("(frame) => model.set('frame', frame)", moved)
+    assert page.locator(".mine").get_attribute("data-id") == "0"  # the reader's choice stays
+    assert page.evaluate("document.getAnimations().length") == 2  # both things glide from where they were
+    page.emulate_media(reduced_motion="reduce")
+    page.evaluate(
+        "(frame) => { for (const a of document.getAnimations()) a.finish(); model.set('frame', frame); }",
+        CELLS,
+    )
+    assert page.evaluate("document.getAnimations().length") == 0
+    page.evaluate("(frame) => model.set('frame', frame)", {**CELLS, "things": None, "follow": None})
+    assert not menu.is_visible()
 
 
 def test_controls_by_keyboard(draw, events):
