@@ -20,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tinymoe.kernels.overlap import OVERLAPPED, await_previous
+
 CHUNK = 1024  # pairs of one program, at most
 
 
@@ -46,6 +48,7 @@ def load_ids(ids, P, chunk, E: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["P"])
 def count_kernel(ids, counts, P, E: tl.constexpr, EP: tl.constexpr, CHUNK: tl.constexpr):
+    await_previous()
     chunk = tl.program_id(0)
     tl.store(counts + chunk * EP + tl.arange(0, EP), tl.histogram(load_ids(ids, P, chunk, E, CHUNK), EP))
 
@@ -56,6 +59,7 @@ def sort_kernel(
     E: tl.constexpr, EP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, COUNTED: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
+    await_previous()
     me = tl.program_id(0)  # a chunk, an expert, or both
     e = tl.arange(0, EP)
     earlier = tl.zeros((EP,), tl.int32)
@@ -117,9 +121,11 @@ def sort_tokens(ids_TK: torch.Tensor, num_experts: int, block_m: int) -> Sorted:
     counts = result.num_tiles
     if chunks > 1:
         counts = integers(chunks, EP)
-        count_kernel[(chunks,)](ids_TK, counts, P, E=num_experts, EP=EP, CHUNK=chunk, num_warps=4)
+        count_kernel[(chunks,)](
+            ids_TK, counts, P, E=num_experts, EP=EP, CHUNK=chunk, num_warps=4, **OVERLAPPED
+        )
     sort_kernel[(max(num_experts, chunks),)](
         ids_TK, counts, *result[:5], P, chunks, E=num_experts, EP=EP, BLOCK_M=block_m, CHUNK=chunk,
-        COUNTED=chunks > 1, AT_ONCE=max(1, 2048 // EP), num_warps=4,
+        COUNTED=chunks > 1, AT_ONCE=max(1, 2048 // EP), num_warps=4, **OVERLAPPED,
     )  # fmt: skip
     return result

@@ -48,6 +48,8 @@ def linear_float32(x: Tensor, weight_OI: Tensor, invariant: bool = False) -> Ten
     if gpu.serves(x) and x.dtype is weight_OI.dtype is not torch.float32:
         if invariant:
             return gpu.matmul.linear(x, weight_OI, out_dtype=torch.float32)
+        if x.shape[0] <= gpu.matmul.FEW:
+            return gpu.matmul.linear_few(x, weight_OI, torch.float32)
         return torch.mm(x, weight_OI.t(), out_dtype=torch.float32)
     return linear(x.float(), weight_OI.float(), None, invariant)
 
