@@ -178,7 +178,7 @@ def test_without_noise_the_selector_comes_close_to_the_oracle_where_tokens_alone
     found = selection.evaluate(model, selection.by_tokens(grid, NAME), tokens, loads, times, K, 0.0)
     regret = {row["policy"]: row["mean_regret"] for row in found}
     assert regret["selector, told the routes"] < 0.005
-    assert regret["selector"] < 0.08  # three steps of patience, at twice the time
+    assert regret["selector"] < 0.2  # up to ten steps late, at twice the time
     assert regret["selector"] < regret["by tokens only"] < regret["at random"]
     assert found[0]["against_best_single"] < 0
     assert found[0]["switches"] >= 1

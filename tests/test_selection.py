@@ -193,7 +193,7 @@ def test_predictions_of_the_table_are_those_of_the_model():
 
 
 def test_without_noise_and_with_steady_routes_there_is_no_regret():
-    selector = Selector(fit(measured()), E, K, gain=0.0, patience=1)
+    selector = Selector(fit(measured()), E, K, gain=0.0, patience=1, every=1)
     generator = np.random.default_rng(2)
     for tokens in (1, 4, 16, 33, 250):
         for skew in (0.0, 3.0):
@@ -237,7 +237,7 @@ EVEN, TWO = np.full((1, E), 2), np.array([[16, 16] + [0] * 14])
 
 
 def test_a_path_changes_after_three_steps_running_and_not_before():
-    selector = Selector(drifting(), E, K)
+    selector = Selector(drifting(), E, K, every=1)
     assert selector.choose(16) == "few"  # 10 + 16 against 2 + 32
     for counts_LE in (TWO, TWO, EVEN, TWO, TWO):
         selector.observe(16, counts_LE)
@@ -248,6 +248,21 @@ def test_a_path_changes_after_three_steps_running_and_not_before():
     for _ in range(3):  # and back when the routes drift back
         assert selector.choose(16) == "grouped16"
         selector.observe(16, EVEN)
+    assert selector.choose(16) == "few"
+
+
+def test_while_nothing_gains_one_step_in_eight_is_looked_at():
+    """Then each of the next: a drift is followed at most seven steps late."""
+    selector = Selector(drifting(), E, K)
+    for counts_LE in [EVEN] + [TWO] * 9:  # the first look; seven steps at rest; two of three that count
+        selector.observe(16, counts_LE)
+        assert selector.choose(16) == "few"
+    selector.observe(16, TWO)
+    assert selector.choose(16) == "grouped16"
+    for _ in range(9):
+        selector.observe(16, EVEN)
+    assert selector.choose(16) == "grouped16"
+    selector.observe(16, EVEN)
     assert selector.choose(16) == "few"
 
 
@@ -266,7 +281,9 @@ def test_a_gain_of_five_percent_or_less_is_not_worth_it():
 
 def test_a_small_gain_does_not_count_where_other_routes_gain_much():
     model = CostModel("time", {("few", 16): (100.0, 0, 0, 0, 0), ("grouped16", 16): (73.0, 2.0, 0, 0, 0)})
-    selector = Selector(model, E, K)  # 101 to 105 when spread evenly, 97 on twelve experts, 77 on two
+    selector = Selector(
+        model, E, K, every=1
+    )  # 101 to 105 when spread evenly, 97 on twelve experts, 77 on two
     assert selector.candidates(16) == ["few", "grouped16"]
     twelve = np.array([[3, 3, 3, 3, 3, 3, 3, 3, 2, 2, 2, 2, 0, 0, 0, 0]])
     for counts_LE in [TWO, TWO, twelve] * 4 + [twelve] * 9:
@@ -298,11 +315,12 @@ def test_invariant_mode_is_a_constant():
     [
         ({"num_experts": 1}, r"top_k must lie in 1\.\.1, got 2"),
         ({"gain": 1.0}, "gain must be a fraction"),
-        ({"patience": 0}, "patience must be at least one step"),
+        ({"patience": 0}, "patience must be at least one step, got 0"),
+        ({"every": 0}, "every must be at least one step, got 0"),
         ({"constant": "x"}, r"the constant path must be one of \['few', 'grouped16'\], got 'x'"),
         ({"model": CostModel("time", {})}, "needs a cost model with measured paths"),
     ],
-    ids=["top_k", "gain", "patience", "constant", "empty"],
+    ids=["top_k", "gain", "patience", "every", "constant", "empty"],
 )
 def test_selectors_that_cannot_be_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
@@ -317,7 +335,7 @@ FITTED = fit(measured())
 def test_any_sequence_of_steps_obeys_the_rule(data):
     """Against the rule told plainly: a counter a bucket, costs from the features of each layer."""
     model, gain, patience = FITTED, 0.05, data.draw(st.integers(1, 3))
-    selector = Selector(model, E, K, patience=patience)
+    selector = Selector(model, E, K, patience=patience, every=1)
     state = {}
     for _ in range(data.draw(st.integers(1, 12))):
         tokens = data.draw(st.sampled_from([1, 3, 16, 100, 700]))

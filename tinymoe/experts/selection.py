@@ -4,7 +4,7 @@ Served engines choose by the number of tokens alone (vLLM: the nearest tuned M).
 how many tiles are cut, is a matter of the routes. A CUDA graph is captured for each (bucket of tokens, path), so a step
 takes one path for all its layers; its own routes are known only when it is over. Hence a bucket's path follows from its
 last step's histogram, and it changes only for a gain of more than 5 % in three steps running: what wins by chance is not
-worth the switch, and captured graphs stay warm.
+worth the switch, and captured graphs stay warm. While nothing gains, only one step in eight is looked at.
 
 Every term of the cost model is a sum over experts of something that depends on one count, so a step is judged by looking
 its counts up in a table of the bucket: a few microseconds for all layers and paths together, beside a GPU that is busy
@@ -59,6 +59,7 @@ class _Bucket:
         self._tabulate(model, [paths[i] for i in kept], measured, bucket, num_experts, top_k)
         self.now = kept.index(start)
         self.better = 0  # steps running in which another path would have gained enough
+        self.rest = 0  # steps that are not looked at
 
     def _tabulate(
         self, model: CostModel, paths: list[str], measured: int, bucket: int, num_experts: int, top_k: int
@@ -93,6 +94,7 @@ class Selector:
     """Chooses a path for each step of a model whose MoE layers have num_experts experts, top_k a token.
 
     gain, patience: a bucket changes its path for a predicted gain of more than `gain` in `patience` steps running.
+    every: while nothing gains, one step in so many is looked at: routes drift slower than steps follow one another.
     constant: always this path (invariant mode, whose arithmetic must not depend on who shares the batch). Tokens that
     were not measured take the nearest bucket's costs. Raises ConfigError for numbers or a path that cannot be.
     """
@@ -105,11 +107,13 @@ class Selector:
         *,
         gain: float = 0.05,
         patience: int = 3,
+        every: int = 8,
         constant: str | None = None,
     ):
         require(1 <= top_k <= num_experts, f"top_k must lie in 1..{num_experts}, got {top_k}")
         require(0 <= gain < 1, f"gain must be a fraction 0 <= gain < 1, got {gain}")
-        require(patience >= 1, f"patience must be at least one step, got {patience}")
+        for name, value in (("patience", patience), ("every", every)):
+            require(value >= 1, f"{name} must be at least one step, got {value}")
         require(
             bool(model.coefficients), "a selector needs a cost model with measured paths, got an empty one"
         )
@@ -119,7 +123,7 @@ class Selector:
         )
         self.model = model
         self.num_experts, self.top_k = num_experts, top_k
-        self.gain, self.patience, self.constant = gain, patience, constant
+        self.gain, self.patience, self.every, self.constant = gain, patience, every, constant
         self.switches = 0
         self._buckets: list[_Bucket | None] = []  # by bits of the bucket
 
@@ -135,16 +139,17 @@ class Selector:
         if self.constant is not None:
             return
         bucket = self._bucket(tokens)
-        if len(bucket.paths) == 1:
+        if bucket.rest or len(bucket.paths) == 1:
+            bucket.rest -= bucket.rest > 0
             return
         costs = bucket.costs(counts_LE).tolist()
         least = min(costs)
         if least >= (1 - self.gain) * costs[bucket.now]:
-            bucket.better = 0
+            bucket.better, bucket.rest = 0, self.every - 1
             return
         bucket.better += 1
         if bucket.better >= self.patience:
-            bucket.now, bucket.better = costs.index(least), 0
+            bucket.now, bucket.better, bucket.rest = costs.index(least), 0, self.every - 1
             self.switches += 1
 
     def candidates(self, tokens: int) -> list[str]:
