@@ -172,7 +172,7 @@ def test_regret_by_hand():
 
 def test_without_noise_the_selector_comes_close_to_the_oracle_where_tokens_alone_do_not(grid):
     """Steps of 16 tokens whose routes are far from even for long stretches: there the number of tokens misleads."""
-    steps = [(16, 0)] * 12 + [(16, 9.0)] * 120 + [(64, 0)] * 10
+    steps = [(16, 0)] * 60 + [(16, 9.0)] * 60
     tokens, loads, times = steps_and_times(steps)
     model, _ = costs.fitted(grid, NAME)
     found = selection.evaluate(model, selection.by_tokens(grid, NAME), tokens, loads, times, K, 0.0)
