@@ -24,7 +24,6 @@ import triton.language as tl
 
 from tinymoe.kernels.combine import combine
 from tinymoe.kernels.grouped_gemm import Tile, multiply, place, precision, silu
-from tinymoe.kernels.overlap import OVERLAPPED, await_previous
 from tinymoe.kernels.sort_tokens import Sorted, sort_tokens
 
 BLOCKS = (16, 32, 64, 128)
@@ -46,7 +45,6 @@ class Topology(NamedTuple):
 def topology_kernel(
     tile_expert, num_tiles, row_offsets, column_indices, PER_EXPERT: tl.constexpr, PADDED: tl.constexpr
 ):
-    await_previous()
     row = tl.program_id(0)
     count = tl.load(num_tiles)
     tl.store(row_offsets + row + 1, tl.minimum(row + 1, count) * PER_EXPERT)
@@ -65,7 +63,6 @@ def sdd_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x [T, H], gathered -> h [entries, BLOCK, BLOCK]; w [E, 2I, H], gate rows first."""
-    await_previous()
     count = tl.load(num_tiles)
     PER_EXPERT: tl.constexpr = (I + BLOCK - 1) // BLOCK
     row, place_in_row = place(count, I, BLOCK, GROUP)
@@ -103,7 +100,6 @@ def dsd_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """h [entries, BLOCK, BLOCK] -> y [P, H] by pair, times the routing weight; w [E, H, I]."""
-    await_previous()
     count = tl.load(num_tiles)
     row, block = place(count, H, BLOCK_N, GROUP)
     if (row >= count) | (block >= tl.cdiv(H, BLOCK_N)):
@@ -138,7 +134,7 @@ def topology(s: Sorted, width: int) -> Topology:
     if R:
         topology_kernel[(R,)](
             s.tile_expert, s.num_tiles, t.row_offsets, t.column_indices,
-            PER_EXPERT=per_expert, PADDED=triton.next_power_of_2(per_expert), num_warps=1, **OVERLAPPED,
+            PER_EXPERT=per_expert, PADDED=triton.next_power_of_2(per_expert), num_warps=1,
         )  # fmt: skip
     return t
 
@@ -196,7 +192,7 @@ def sdd(x_TH, gate_up_E2IH, s: Sorted, t: Topology, h, top_k: int, tile: Tile) -
         sdd_kernel[(R * t.per_expert,)](
             x_TH, gate_up_E2IH, h, s.order, s.offsets, s.tile_row, s.num_tiles, t.row_offsets, t.column_indices,
             x_TH.stride(0), gate_up_E2IH.stride(0), top_k, H=H, I=I, BLOCK=t.block, BLOCK_K=tile.block_k,
-            GROUP=tile.group, PRECISION=precision(x_TH.dtype), num_warps=tile.num_warps, num_stages=tile.num_stages, **OVERLAPPED,
+            GROUP=tile.group, PRECISION=precision(x_TH.dtype), num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
 
 
@@ -208,5 +204,5 @@ def dsd(h, down_EHI, weights_TK, s: Sorted, t: Topology, y_PH, tile: Tile) -> No
         dsd_kernel[grid](
             h, down_EHI, y_PH, weights_TK, s.order, s.offsets, s.tile_expert, s.tile_row, s.num_tiles,
             t.row_offsets, t.column_indices, down_EHI.stride(0), H=H, I=I, BLOCK=t.block, BLOCK_N=tile.block_n,
-            GROUP=tile.group, PRECISION=precision(y_PH.dtype), num_warps=tile.num_warps, num_stages=tile.num_stages, **OVERLAPPED,
+            GROUP=tile.group, PRECISION=precision(y_PH.dtype), num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip

@@ -11,15 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from tinymoe.kernels.overlap import OVERLAPPED, await_previous
-
 
 @triton.jit
 def combine_kernel(
     y, ids, residual, shared, out, stride_r, stride_s,
     H: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    await_previous()
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < H
@@ -52,5 +49,5 @@ def combine(
     combine_kernel[(T, triton.cdiv(H, block))](
         y_PH, ids_TK, residual, shared, out_TH, residual.stride(0), shared.stride(0),
         H=H, E=num_experts, K=ids_TK.shape[1], BLOCK=block, RESIDUAL=residual_TH is not None, SHARED=shared_TH is not None,
-        num_warps=4, **OVERLAPPED,
+        num_warps=4,
     )  # fmt: skip

@@ -20,7 +20,6 @@ import triton.language as tl
 
 from tinymoe.kernels.combine import combine
 from tinymoe.kernels.grouped_gemm import Tile, multiply, precision, silu
-from tinymoe.kernels.overlap import OVERLAPPED, await_previous
 
 
 @triton.jit
@@ -47,7 +46,6 @@ def dense_up_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x [T, H] -> h [T * K, I] by pair; w [E, 2I, H], gate rows first."""
-    await_previous()
     tile, block, expert = place_dense(T, I, BLOCK_M, BLOCK_N)
     token = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     slot = slot_of(ids, token, T, expert, K, KP)
@@ -85,7 +83,6 @@ def dense_down_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """h [T * K, I] -> y [T * K, H], both by pair, times the routing weight; w [E, H, I]."""
-    await_previous()
     tile, block, expert = place_dense(T, H, BLOCK_M, BLOCK_N)
     token = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     slot = slot_of(ids, token, T, expert, K, KP)
@@ -189,5 +186,4 @@ def _constants(H: int, I: int, K: int, block_m: int, tile: Tile, dtype: torch.dt
         "PRECISION": precision(dtype),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
-        **OVERLAPPED,
     }

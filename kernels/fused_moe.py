@@ -26,7 +26,6 @@ import triton.language as tl
 
 from tinymoe.kernels.combine import combine
 from tinymoe.kernels.grouped_gemm import Tile, down, silu, up
-from tinymoe.kernels.overlap import OVERLAPPED, await_previous
 from tinymoe.kernels.sort_tokens import sort_tokens
 from tinymoe.kernels.topk_softmax import check_num_valid, route, route_constants, topk_softmax
 
@@ -46,7 +45,6 @@ def decode_up_kernel(
     RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program is one pair (token, slot) and BLOCK_N features: h = silu(gate) * up."""
-    await_previous()
     pair = tl.program_id(0)
     token = (pair // K).to(tl.int64)
     if num_valid is not None:  # noqa: SIM102 (decided when compiling)
@@ -84,7 +82,6 @@ def decode_down_kernel(
     STAGES: tl.constexpr, RESIDUAL: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """One program is one token and BLOCK_N outputs; it visits the K experts in slot order, so combine is inside."""
-    await_previous()
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -236,7 +233,7 @@ def decode_up(
         x_TH, logits_TE, bias, gate_up_E2IH, h_PI, ids_TK, weights_TK, num_valid,
         x_TH.stride(0), logits_TE.stride(0), gate_up_E2IH.stride(0), H=x_TH.shape[1], I=I,
         **route_constants(E, K, biased=selection_bias_E is not None, **routing),
-        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages, num_warps=tile.num_warps, **OVERLAPPED,
+        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages, num_warps=tile.num_warps,
     )  # fmt: skip
 
 
@@ -250,7 +247,7 @@ def decode_down(
         h_PI, down_EHI, ids_TK, weights_TK, residual, shared, out_TH, num_valid,
         down_EHI.stride(0), residual.stride(0), shared.stride(0), H=H, I=h_PI.shape[1], K=ids_TK.shape[1],
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages,
-        RESIDUAL=residual_TH is not None, SHARED=shared_TH is not None, num_warps=tile.num_warps, **OVERLAPPED,
+        RESIDUAL=residual_TH is not None, SHARED=shared_TH is not None, num_warps=tile.num_warps,
     )  # fmt: skip
 
 

@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tinymoe.kernels.overlap import OVERLAPPED, await_previous
 from tinymoe.kernels.sort_tokens import Sorted
 
 
@@ -54,7 +53,8 @@ def place(num_tiles, N, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
     group = pid // (GROUP * blocks)
     size = tl.minimum(num_tiles - group * GROUP, GROUP)
     inside = pid % (GROUP * blocks)
-    size = tl.maximum(size, 1)  # programs beyond the last tile: they leave at once
+    # Programs beyond the last tile, and those beyond the last block of a small group, leave at once.
+    size = tl.maximum(size, 1)
     return group * GROUP + inside % size, inside // size
 
 
@@ -73,10 +73,9 @@ def up_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x [T, H] -> h [P, I] in sorted order; w [E, 2I, H], gate rows first."""
-    await_previous()
     count = tl.load(num_tiles)
     tile, block = place(count, I, BLOCK_N, GROUP)
-    if tile >= count:
+    if (tile >= count) | (block * BLOCK_N >= I):
         return
     expert = tl.load(tile_expert + tile)
     first = tl.load(tile_row + tile)
@@ -116,10 +115,9 @@ def down_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """h [P, I] in sorted order -> y [P, H] by pair, times the routing weight; w [E, H, I]."""
-    await_previous()
     count = tl.load(num_tiles)
     tile, block = place(count, H, BLOCK_N, GROUP)
-    if tile >= count:
+    if (tile >= count) | (block * BLOCK_N >= H):
         return
     expert = tl.load(tile_expert + tile)
     first = tl.load(tile_row + tile)
@@ -154,10 +152,9 @@ def up_tma_kernel(
 ):  # fmt: skip
     """As up_kernel, from descriptors of x_sorted [P, H] and w [E * 2I, H]. Rows beyond the expert's last are computed
     from its neighbour's and not stored."""
-    await_previous()
     count = tl.load(num_tiles)
     tile, block = place(count, I, BLOCK_N, GROUP)
-    if tile >= count:
+    if (tile >= count) | (block * BLOCK_N >= I):
         return
     expert = tl.load(tile_expert + tile)
     first = tl.load(tile_row + tile)
@@ -183,10 +180,9 @@ def down_tma_kernel(
     H: tl.constexpr, I: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """As down_kernel, from descriptors of h [P, I] and w [E * H, I]."""
-    await_previous()
     count = tl.load(num_tiles)
     tile, block = place(count, H, BLOCK_N, GROUP)
-    if tile >= count:
+    if (tile >= count) | (block * BLOCK_N >= H):
         return
     expert = tl.load(tile_expert + tile)
     first = tl.load(tile_row + tile)
@@ -206,7 +202,6 @@ def down_tma_kernel(
 @triton.jit(do_not_specialize=["K"])
 def gather_kernel(x, order, offsets, out, stride_x, K, H: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr):
     """out [P, H]: the token of every sorted row."""
-    await_previous()
     row = tl.program_id(0)
     if row < tl.load(offsets + E):
         token = (tl.load(order + row) // K).to(tl.int64)
@@ -256,27 +251,17 @@ def up(
         E, P, block = gate_up_E2IH.shape[0], h_PI.shape[0], min(2048, triton.next_power_of_2(H))
         x_sorted = torch.empty(P, H, dtype=x_TH.dtype, device=x_TH.device)
         gather_kernel[(P, triton.cdiv(H, block))](
-            x_TH,
-            s.order,
-            s.offsets,
-            x_sorted,
-            x_TH.stride(0),
-            top_k,
-            H=H,
-            E=E,
-            BLOCK=block,
-            num_warps=4,
-            **OVERLAPPED,
+            x_TH, s.order, s.offsets, x_sorted, x_TH.stride(0), top_k, H=H, E=E, BLOCK=block, num_warps=4
         )
         up_tma_kernel[grid](
             TensorDescriptor.from_tensor(x_sorted, [s.block_m, tile.block_k]),
             TensorDescriptor.from_tensor(gate_up_E2IH.view(-1, H), [tile.block_n, tile.block_k]),
-            h_PI, s.offsets, s.tile_expert, s.tile_row, s.num_tiles, H=H, I=I, **tma_constants(s, tile), **OVERLAPPED,
+            h_PI, s.offsets, s.tile_expert, s.tile_row, s.num_tiles, H=H, I=I, **tma_constants(s, tile),
         )  # fmt: skip
     elif grid[0]:
         up_kernel[grid](
             x_TH, gate_up_E2IH, h_PI, s.order, s.offsets, s.tile_expert, s.tile_row, s.num_tiles,
-            x_TH.stride(0), gate_up_E2IH.stride(0), top_k, H=H, I=I, **constants(s, tile, x_TH.dtype), **OVERLAPPED,
+            x_TH.stride(0), gate_up_E2IH.stride(0), top_k, H=H, I=I, **constants(s, tile, x_TH.dtype),
         )  # fmt: skip
 
 
@@ -296,10 +281,10 @@ def down(
             TensorDescriptor.from_tensor(h_PI, [s.block_m, tile.block_k]),
             TensorDescriptor.from_tensor(down_EHI.view(-1, I), [tile.block_n, tile.block_k]),
             y_PH, weights_TK, s.order, s.offsets, s.tile_expert, s.tile_row, s.num_tiles,
-            H=H, I=I, **tma_constants(s, tile), **OVERLAPPED,
+            H=H, I=I, **tma_constants(s, tile),
         )  # fmt: skip
     elif grid[0]:
         down_kernel[grid](
             h_PI, down_EHI, y_PH, weights_TK, s.order, s.offsets, s.tile_expert, s.tile_row, s.num_tiles,
-            down_EHI.stride(0), H=H, I=I, **constants(s, tile, h_PI.dtype), **OVERLAPPED,
+            down_EHI.stride(0), H=H, I=I, **constants(s, tile, h_PI.dtype),
         )  # fmt: skip

@@ -16,8 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from tinymoe.kernels.overlap import OVERLAPPED, await_previous
-
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 64, 64
 FEW = 16  # rows that `linear_few` takes
 WIDE = (32, 32, 32)  # float32: twice the room, and no tensor cores
@@ -29,7 +27,6 @@ def linear_kernel(
     N: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    await_previous()
     m = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -60,7 +57,6 @@ def few_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """One program is one row of x and BLOCK_N outputs: for few rows, where reading the weights is all there is to do."""
-    await_previous()
     row = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -82,7 +78,7 @@ def linear_few(x_TK: torch.Tensor, weight_NK: torch.Tensor, out_dtype: torch.dty
     if T:
         few_kernel[(triton.cdiv(N, 2), T)](
             x_TK, weight_NK, out_TN, x_TK.stride(0), weight_NK.stride(0), N=N, K=K, BLOCK_N=2,
-            BLOCK_K=min(1024, triton.next_power_of_2(K)), num_warps=4, **OVERLAPPED,
+            BLOCK_K=min(1024, triton.next_power_of_2(K)), num_warps=4,
         )  # fmt: skip
     return out_TN
 
@@ -112,6 +108,6 @@ def linear(
         linear_kernel[(triton.cdiv(N, block_n), triton.cdiv(T, block_m))](
             x_TK, weight_NK, x_TK if bias_N is None else bias_N, out_TN, T, x_TK.stride(0), weight_NK.stride(0),
             N=N, K=K, BIAS=bias_N is not None, PRECISION="ieee" if full else "tf32", BLOCK_M=block_m,
-            BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=2 if full else 4, **OVERLAPPED,
+            BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=2 if full else 4,
         )  # fmt: skip
     return out_TN

@@ -23,8 +23,6 @@ import torch
 import triton
 import triton.language as tl
 
-from tinymoe.kernels.overlap import OVERLAPPED, await_previous
-
 HEAD_DIMS = (32, 64, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WHOLE = 1 << 30  # a split that no context fills
@@ -113,7 +111,6 @@ def attention_kernel(
 
     SPLIT: leave (m, l, acc) for merge_kernel; otherwise write `out`. IN_ORDER: walk over all splits, one by one.
     """
-    await_previous()
     TOKENS: tl.constexpr = ROWS // GROUP
     g, sequence = tl.program_id(0), tl.program_id(2)
     tile = num_tiles - 1 - tl.program_id(1) // num_splits  # the last tokens see most: start with them
@@ -215,7 +212,6 @@ def merge_kernel(
     SCALE: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Grid (N, query tokens, S): one row of out from its splits, first to last."""
-    await_previous()
     TOKENS: tl.constexpr = ROWS // GROUP
     head, token, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_row = tl.load(query_start + sequence)
@@ -328,19 +324,11 @@ def launch_attention(
         *numbers, Q_STRIDE_T=q.stride(0), Q_STRIDE_N=q.stride(1), PAGE=page, STRIDE_BLOCK=k_cache.stride(0),
         STRIDE_SLOT=k_cache.stride(1), STRIDE_G=k_cache.stride(2), TILE=tile.positions,
         TWO_PHASES=two_phases and window is None, SPLIT=parts, IN_ORDER=in_order,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages, **shared, **OVERLAPPED,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages, **shared,
     )  # fmt: skip
     if parts:
         merge_kernel[(N, queries[1], S)](
-            part_acc,
-            part_ml,
-            query_start,
-            context_lens,
-            out,
-            *numbers,
-            **shared,
-            num_warps=1,
-            **OVERLAPPED,
+            part_acc, part_ml, query_start, context_lens, out, *numbers, **shared, num_warps=1
         )
 
 

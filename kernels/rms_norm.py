@@ -14,15 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from tinymoe.kernels.overlap import OVERLAPPED, await_previous
-
 
 @triton.jit
 def rms_norm_kernel(
     x, residual, weight, out, summed, eps,
     X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    await_previous()
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, DP)
     real = d < D
@@ -62,7 +59,7 @@ def launch_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Te
         rms_norm_kernel[(len(rows),)](
             rows, other, weight, out, summed, float(eps),
             X_STRIDE=rows.stride(0), RESIDUAL_STRIDE=other.stride(0), D=D, DP=DP, ADD=residual is not None,
-            num_warps=min(max(DP // 512, 1), 16), **OVERLAPPED,
+            num_warps=min(max(DP // 512, 1), 16),
         )  # fmt: skip
     return out, summed
 

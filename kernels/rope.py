@@ -16,8 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from tinymoe.kernels.overlap import OVERLAPPED, await_previous
-
 
 @triton.jit
 def clamp(x, CLIP: tl.constexpr):
@@ -70,7 +68,6 @@ def rope_kernel(
     CLIP: tl.constexpr,
 ):  # fmt: skip
     """Grid (T, tiles): tiles of HEADS heads of q, then of k, then (STORE) of v. NORM: 0 none, 1 each head, 2 all."""
-    await_previous()
     Q_TILES: tl.constexpr = (N + HEADS - 1) // HEADS
     K_TILES: tl.constexpr = (G + HEADS - 1) // HEADS
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -173,6 +170,6 @@ def rope(
             qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, cos_TR, sin_TR,
             q_TNH, k_to, v_to, slots, float(eps), STRIDE_T=qkv.stride(0), COS_STRIDE=R, N=N, G=G, H=H, HP=HP, R=R,
             HEADS=HEADS, NORM=norm, STORE=cache is not None, PAGE=pages[0], STRIDE_BLOCK=pages[1],
-            STRIDE_SLOT=pages[2], STRIDE_G=pages[3], CLIP=clip and float(clip), num_warps=min(max(HEADS * HP // 512, 1), 8), **OVERLAPPED,
+            STRIDE_SLOT=pages[2], STRIDE_G=pages[3], CLIP=clip and float(clip), num_warps=min(max(HEADS * HP // 512, 1), 8),
         )  # fmt: skip
     return q_TNH, k_TGH

@@ -19,8 +19,6 @@ import torch
 import triton
 import triton.language as tl
 
-from tinymoe.kernels.overlap import OVERLAPPED, await_previous
-
 # The constants of tinymoe.ops.noise, unsigned.
 TOKEN_STEP = tl.constexpr(0x9E3779B97F4A7C15)
 SEED_STEP = tl.constexpr(0xD1342543DE82EF95)
@@ -78,7 +76,6 @@ def sample_kernel(
     V: tl.constexpr, STREAM: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program is one row and PER tokens. Writes their best score, its token, and the highest logit, at [row, split]."""
-    await_previous()
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row).to(tl.float32)
     random = temperature > 0
@@ -112,7 +109,6 @@ def sample_kernel(
 @triton.jit
 def merge_kernel(scores, split_ids, split_bests, ids, bests, SPLITS: tl.constexpr):
     """One program is one row: the best of its splits."""
-    await_previous()
     row = tl.program_id(0).to(tl.int64)
     at = row * SPLITS + tl.arange(0, SPLITS)
     _, chosen = best_of(tl.load(scores + at), tl.load(split_ids + at))
@@ -163,8 +159,8 @@ def sample(
     sample_kernel[(R, S)](
         logits_RV, temperature_R, seeds_R, positions_R, scores, ids, bests, logits_RV.stride(0),
         V=V, STREAM=stream * STREAM_STEP % (1 << 64), PER=triton.cdiv(triton.cdiv(V, BLOCK), S) * BLOCK,
-        BLOCK=BLOCK, num_warps=4, **OVERLAPPED,
+        BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     if S > 1:
-        merge_kernel[(R,)](scores, ids, bests, ids_R, best_R, SPLITS=S, num_warps=1, **OVERLAPPED)
+        merge_kernel[(R,)](scores, ids, bests, ids_R, best_R, SPLITS=S, num_warps=1)
     return ids_R, best_R

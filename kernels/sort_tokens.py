@@ -20,8 +20,6 @@ import torch
 import triton
 import triton.language as tl
 
-from tinymoe.kernels.overlap import OVERLAPPED, await_previous
-
 CHUNK = 1024  # pairs of one program, at most
 
 
@@ -48,7 +46,6 @@ def load_ids(ids, P, chunk, E: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["P"])
 def count_kernel(ids, counts, P, E: tl.constexpr, EP: tl.constexpr, CHUNK: tl.constexpr):
-    await_previous()
     chunk = tl.program_id(0)
     tl.store(counts + chunk * EP + tl.arange(0, EP), tl.histogram(load_ids(ids, P, chunk, E, CHUNK), EP))
 
@@ -59,7 +56,6 @@ def sort_kernel(
     E: tl.constexpr, EP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, COUNTED: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    await_previous()
     me = tl.program_id(0)  # a chunk, an expert, or both
     e = tl.arange(0, EP)
     earlier = tl.zeros((EP,), tl.int32)
@@ -121,11 +117,9 @@ def sort_tokens(ids_TK: torch.Tensor, num_experts: int, block_m: int) -> Sorted:
     counts = result.num_tiles
     if chunks > 1:
         counts = integers(chunks, EP)
-        count_kernel[(chunks,)](
-            ids_TK, counts, P, E=num_experts, EP=EP, CHUNK=chunk, num_warps=4, **OVERLAPPED
-        )
+        count_kernel[(chunks,)](ids_TK, counts, P, E=num_experts, EP=EP, CHUNK=chunk, num_warps=4)
     sort_kernel[(max(num_experts, chunks),)](
         ids_TK, counts, *result[:5], P, chunks, E=num_experts, EP=EP, BLOCK_M=block_m, CHUNK=chunk,
-        COUNTED=chunks > 1, AT_ONCE=max(1, 2048 // EP), num_warps=4, **OVERLAPPED,
+        COUNTED=chunks > 1, AT_ONCE=max(1, 2048 // EP), num_warps=4,
     )  # fmt: skip
     return result

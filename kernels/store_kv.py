@@ -14,8 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from tinymoe.kernels.overlap import OVERLAPPED, await_previous
-
 
 @triton.jit
 def store_kv_kernel(
@@ -24,7 +22,6 @@ def store_kv_kernel(
     PAGE: tl.constexpr, STRIDE_BLOCK: tl.constexpr, STRIDE_SLOT: tl.constexpr, STRIDE_G: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
 ):  # fmt: skip
-    await_previous()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
@@ -68,5 +65,5 @@ def store_kv(
             K_STRIDE_T=k_TGH.stride(0), K_STRIDE_G=k_TGH.stride(1), V_STRIDE_T=v_TGH.stride(0),
             V_STRIDE_G=v_TGH.stride(1), PAGE=k_cache.shape[1], STRIDE_BLOCK=k_cache.stride(0),
             STRIDE_SLOT=k_cache.stride(1), STRIDE_G=k_cache.stride(2), G=G, GP=GP, H=H, HP=HP,
-            num_warps=1 if GP * HP <= 256 else 4, **OVERLAPPED,
+            num_warps=1 if GP * HP <= 256 else 4,
         )  # fmt: skip

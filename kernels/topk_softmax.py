@@ -13,8 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from tinymoe.kernels.overlap import OVERLAPPED, await_previous
-
 HUGE = tl.constexpr(
     3.4028234663852886e38
 )  # the largest float32: stands for infinity, so that softmax stays finite
@@ -120,7 +118,6 @@ def topk_softmax_kernel(
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr, TOP_G: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    await_previous()
     token = tl.program_id(0)
     if num_valid is not None:  # noqa: SIM102 (decided when compiling)
         if token >= tl.load(num_valid):
@@ -200,14 +197,6 @@ def topk_softmax(
     if T:
         bias = logits_TE if selection_bias_E is None else selection_bias_E
         topk_softmax_kernel[(T,)](
-            logits_TE,
-            bias,
-            ids_TK,
-            weights_TK,
-            num_valid,
-            logits_TE.stride(0),
-            **constants,
-            num_warps=1,
-            **OVERLAPPED,
+            logits_TE, bias, ids_TK, weights_TK, num_valid, logits_TE.stride(0), **constants, num_warps=1
         )
     return ids_TK, weights_TK

@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import Tensor
 
 from tinymoe.bench.gpu.moe import ceilings, replay
+from tinymoe.bench.gpu.peers import flash_attention_3
 from tinymoe.bench.results import timing, write_results
 from tinymoe.ops import gpu
 
@@ -23,6 +24,7 @@ HEAD_DIM, PAGE = 128, 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results JSON here")
     parser.add_argument("--repeats", type=int, default=20, help="replays of each")
+    parser.add_argument("--vllm", action="store_true", help="measure FlashAttention-3 too, as vLLM ships it")
     parser.add_argument("--seed", type=int, default=0, help="seed of the inputs")
 
 
@@ -35,7 +37,9 @@ def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def measure(kind: str, heads: tuple[int, int], batch: int, context: int, repeats: int) -> dict:
+def measure(
+    kind: str, heads: tuple[int, int], batch: int, context: int, repeats: int, vllm: bool = False
+) -> dict:
     """One row: `batch` sequences of `context` positions; decode has one query each, prefill all of one sequence."""
     (N, G), options = heads, {"device": "cuda", "dtype": torch.bfloat16}
     queries = 1 if kind == "decode" else context
@@ -46,6 +50,10 @@ def measure(kind: str, heads: tuple[int, int], batch: int, context: int, repeats
     spans = [(s * queries, (s + 1) * queries, context, order[s]) for s in range(batch)]
     plan = gpu.plan_pages(spans, None, "cuda")
     ours = replay(partial(paged, q, kv, plan), repeats)
+    peers = {}
+    if vllm:
+        attend = flash_attention_3()
+        peers["fa3"] = timing(replay(partial(attend, q, kv, plan.block_tables, queries, context), repeats))
     k, v = (torch.randn(batch, G, context, HEAD_DIM, **options) for _ in "kv")
     q_BNTH = q.view(batch, queries, N, HEAD_DIM).transpose(1, 2)
     peer = replay(partial(dense, q_BNTH, k, v, kind == "prefill"), repeats)
@@ -59,7 +67,7 @@ def measure(kind: str, heads: tuple[int, int], batch: int, context: int, repeats
         "context": context,
         "dtype": "bfloat16",
         "us": timing(ours),
-        "peers": {"torch_sdpa_contiguous": timing(peer)},
+        "peers": {"torch_sdpa_contiguous": timing(peer), **peers},
     }
 
 
@@ -82,11 +90,21 @@ def run(arguments: argparse.Namespace) -> int:
     cases = [("decode", heads, *case) for heads in HEADS for case in DECODE]
     cases += [("prefill", HEADS[0], 1, context) for context in PREFILL]
     table = Table(title="Attention, microseconds (median)")
-    for column in ("kind", "heads", "batch", "context", "tinymoe", "torch, contiguous", "bound", "of bound"):
+    for column in (
+        "kind",
+        "heads",
+        "batch",
+        "context",
+        "tinymoe",
+        "torch, contiguous",
+        "FA3",
+        "bound",
+        "of bound",
+    ):
         table.add_column(column, justify="right")
     rows = []
     for case in cases:
-        row = measure(*case, arguments.repeats)
+        row = measure(*case, arguments.repeats, arguments.vllm)
         row |= {"bound_us": bound_us(row, limits), "seed": arguments.seed}
         rows.append(row)
         ours, peer = row["us"]["median"], row["peers"]["torch_sdpa_contiguous"]["median"]
@@ -95,6 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
             *shown,
             f"{ours:.1f}",
             f"{peer:.1f}",
+            f"{row['peers'].get('fa3', {}).get('median', 0):.1f}",
             f"{row['bound_us']:.1f}",
             f"{row['bound_us'] / ours:.0%}",
         )
@@ -102,5 +121,6 @@ def run(arguments: argparse.Namespace) -> int:
     Console(width=110).print(table)
     if arguments.out:
         command = f"tinymoe bench attention --repeats {arguments.repeats} --out {arguments.out}"
+        command += " --vllm" * arguments.vllm
         write_results(arguments.out, command=command, rows=rows, ceilings=limits, packages=["triton"])
     return 0

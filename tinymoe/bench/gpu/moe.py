@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from tinymoe import ops
+from tinymoe.bench.gpu.peers import vllm_moe
 from tinymoe.bench.results import timing, write_results
 from tinymoe.ops import gpu, reference
 
@@ -59,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="tokens in the batch")
     parser.add_argument("--repeats", type=int, default=20, help="replays of each; 0 only compiles")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and inputs")
+    parser.add_argument(
+        "--vllm", action="store_true", help="measure vLLM's kernels too, which must be importable"
+    )
     parser.add_argument(
         "--tune", action="store_true", help="time other tiles than the planned ones, and rank them"
     )
@@ -105,6 +110,17 @@ def torch_grouped(layer: Layer) -> Tensor:
     y_PD = F.grouped_mm(F.silu(gate_PF) * up_PF, layer.down.transpose(1, 2), offs=ends_E)
     y_PD = y_PD * weights_TK.reshape(-1)[order_P, None].to(y_PD.dtype)
     return torch.zeros_like(layer.x).index_add_(0, order_P // K, y_PD)
+
+
+def vllm_triton(layer: Layer) -> Tensor:
+    """The peer's own kernels."""
+    return vllm_moe()(layer.x, layer.logits, layer.gate_up, layer.down, layer.shape.top_k)
+
+
+def routing(layer: Layer, router: Tensor) -> Tensor:
+    """The router alone: logits from the tokens, then experts and weights."""
+    logits_TE = ops.linear_float32(layer.x, router)
+    return ops.topk_softmax(logits_TE, layer.shape.top_k)[0]
 
 
 def replay(run: Callable[[], object], repeats: int) -> list[float]:
@@ -184,6 +200,8 @@ def run(arguments: argparse.Namespace) -> int:
         "distinct",
         "tinymoe",
         "torch grouped",
+        "vLLM",
+        "router",
         "invariant",
         "roofline",
         "of roof",
@@ -195,10 +213,12 @@ def run(arguments: argparse.Namespace) -> int:
         for tokens in arguments.tokens:
             layer = inputs(name, tokens, weights, arguments.seed)
             distinct = len(layer.logits.topk(layer.shape.top_k).indices.unique())
+            peers = [torch_grouped, *([vllm_triton] if arguments.vllm else [])]
             arms = {
-                f.__name__: replay(partial(f, layer), arguments.repeats)
-                for f in (ours, torch_grouped, invariant)
+                f.__name__: replay(partial(f, layer), arguments.repeats) for f in (ours, *peers, invariant)
             }
+            router = torch.randn(layer.shape.experts, layer.shape.hidden, device="cuda", dtype=torch.bfloat16)
+            arms["routing"] = replay(partial(routing, layer, router), arguments.repeats)
             if not arguments.repeats:
                 continue
             times = {arm: timing(samples) for arm, samples in arms.items()}
@@ -216,10 +236,12 @@ def run(arguments: argparse.Namespace) -> int:
                     "roofline_us": roof,
                     "launches": launches(layer),
                     "relative_error": off,
-                    "peers": {"torch_grouped": times["torch_grouped"]},
+                    "router_us": times["routing"],
+                    "peers": {f.__name__: times[f.__name__] for f in peers},
                 }
             )
-            cells = [times[arm]["median"] for arm in ("ours", "torch_grouped", "invariant")]
+            order = ("ours", "torch_grouped", "vllm_triton", "routing", "invariant")
+            cells = [times[arm]["median"] if arm in times else 0.0 for arm in order]
             shown = (
                 name,
                 tokens,
@@ -234,7 +256,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out and rows:
         write_results(
             arguments.out,
-            command=f"tinymoe bench kernels --repeats {arguments.repeats} --out {arguments.out}",
+            command=f"tinymoe bench kernels --repeats {arguments.repeats} --out {arguments.out}"
+            + " --vllm" * arguments.vllm,
             rows=rows,
             ceilings=limits,
             packages=["triton"],
