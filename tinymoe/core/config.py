@@ -25,7 +25,7 @@ class EngineConfig:
     seed: source of the seeds of requests that bring none.
     Only on a GPU: gpu_memory_utilization, the share of its memory that weights, activations and cache may take;
         enforce_eager, decode without CUDA graphs (starts faster, runs slower); async_scheduling, start the next decode
-        step before this one's tokens are known; batch_invariant, the same bits for a
+        step before this one's tokens are known (the tokens are the same); batch_invariant, the same bits for a
         request whoever shares its batch.
     """
 
@@ -42,7 +42,7 @@ class EngineConfig:
     seed: int = 0
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
-    async_scheduling: bool = False
+    async_scheduling: bool = True
     batch_invariant: bool = False
 
     def __post_init__(self):
