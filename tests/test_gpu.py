@@ -48,9 +48,9 @@ def plain():
         {"block_size": 1, "max_num_seqs": 2},
         {"enable_prefix_caching": False},
         {"enforce_eager": True},
-        {"async_scheduling": True},
-        {"async_scheduling": True, "max_num_batched_tokens": 7},
-        {"async_scheduling": True, "block_size": 4, "num_blocks": 24},
+        {"async_scheduling": False},
+        {"async_scheduling": False, "max_num_batched_tokens": 7},
+        {"async_scheduling": False, "block_size": 4, "num_blocks": 24},
         {"batch_invariant": True},
     ],
 )

@@ -31,7 +31,7 @@ from tinymoe.llm import LLM
 
 MODES: dict[str, dict] = {
     "default": {},
-    "async": {"async_scheduling": True},
+    "sync": {"async_scheduling": False},
     "eager": {"enforce_eager": True},
     "invariant": {"batch_invariant": True},
 }
@@ -40,12 +40,12 @@ MODES: dict[str, dict] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results JSON here")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="MODEL")
+    parser.add_argument("--modes", nargs="+", default=["default"], choices=list(MODES), metavar="MODE")
     parser.add_argument(
-        "--modes", nargs="+", default=["default", "async"], choices=list(MODES), metavar="MODE"
+        "--requests", nargs="+", type=int, help="only these workloads in the modes after the first"
     )
-    parser.add_argument("--requests", nargs="+", type=int, help="only workloads with so many requests")
     parser.add_argument("--passes", type=int, default=2, help="runs of each workload; the fastest counts")
-    parser.add_argument("--budget", type=int, default=8192, help="max_num_batched_tokens of tinymoe")
+    parser.add_argument("--budget", type=int, default=16384, help="max_num_batched_tokens of tinymoe")
     parser.add_argument(
         "--vllm",
         action="store_true",
@@ -83,7 +83,8 @@ def run_ours(name: str, folder: Path, mode: str, arguments: argparse.Namespace) 
     started = time.perf_counter() - start
     rows = []
     for number, workload in enumerate(WORKLOADS):
-        if arguments.requests and workload.requests not in arguments.requests:
+        first = mode == arguments.modes[0]
+        if not first and arguments.requests and workload.requests not in arguments.requests:
             continue
         passes = []
         for i in range(arguments.passes):
@@ -144,6 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
     Console(width=110).print(table)
     if arguments.out:
         command = f"python -m tinymoe bench e2e --models {' '.join(arguments.models)} --modes {' '.join(arguments.modes)}"
+        command += f" --requests {' '.join(map(str, arguments.requests))}" if arguments.requests else ""
         command += f" --passes {arguments.passes} --budget {arguments.budget}" + (
             " --vllm" if version else ""
         )
