@@ -3,7 +3,8 @@
 import argparse
 
 from tinymoe.bench import card, engine, tables
-from tinymoe.bench.gpu import attention, e2e, kernels, tiles
+from tinymoe.bench.gpu import attention, kernels, tiles
+from tinymoe.bench.gpu.e2e import command as e2e
 from tinymoe.bench.gpu.paths import selection
 
 SUITES = {

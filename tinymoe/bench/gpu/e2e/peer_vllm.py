@@ -1,6 +1,6 @@
 """The peer of `tinymoe bench e2e`, in a process of its own: vLLM on the same shapes and workloads.
 
-`python -m tinymoe.bench.gpu.peer_vllm FOLDER PASSES MAX_NUM_SEQS MAX_MODEL_LEN` prints a JSON line for each workload.
+`python -m tinymoe.bench.gpu.e2e.peer_vllm FOLDER PASSES MAX_NUM_SEQS MAX_MODEL_LEN` prints a JSON line for each workload.
 """
 
 import importlib
@@ -8,7 +8,7 @@ import json
 import sys
 import time
 
-from tinymoe.bench.gpu.models import WORKLOADS, prompts_of
+from tinymoe.bench.gpu.e2e.models import WORKLOADS, prompts_of
 
 
 def main(folder: str, passes: int, max_num_seqs: int, max_model_len: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tinymoe.bench.gpu.models import (
+from tinymoe.bench.gpu.e2e.models import (
     MAX_MODEL_LEN,
     MAX_NUM_SEQS,
     MODELS,
@@ -112,7 +112,7 @@ def run_ours(name: str, folder: Path, mode: str, arguments: argparse.Namespace) 
 
 def run_vllm(folder: Path, passes: int) -> list[dict]:
     """What the peer's process prints."""
-    command = [sys.executable, "-m", "tinymoe.bench.gpu.peer_vllm", str(folder), str(passes)]
+    command = [sys.executable, "-m", "tinymoe.bench.gpu.e2e.peer_vllm", str(folder), str(passes)]
     command += [str(MAX_NUM_SEQS), str(MAX_MODEL_LEN)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:

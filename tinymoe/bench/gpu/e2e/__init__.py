@@ -1,0 +1,1 @@
+"""The whole engine on a GPU, beside vLLM."""
