@@ -89,6 +89,12 @@ def busy():
         for i in range(3):
             one.add_request(str(i), cases("moe")[6].prompt, GREEDY)
         finish(one)
+    recordings.append(events)
+    one = engine("moe", speculative_config={"method": "self", "num_speculative_tokens": 3, "adaptive": False})
+    with one.trace.record() as events:
+        one.add_request("guessed", cases("moe")[2].prompt, GREEDY)
+        one.add_request("drawn", cases("moe")[3].prompt, seeded(1))
+        finish(one)
     return [*recordings, events]
 
 

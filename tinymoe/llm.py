@@ -132,7 +132,8 @@ class LLM:
     skip_tokenizer_init: token ids in, token ids out; no text.
     load_format: "auto" reads safetensors; "dummy" needs only config.json and makes random weights, for measuring speed.
     Everything else is an option of EngineConfig (max_model_len, max_num_seqs, max_num_batched_tokens, block_size, num_blocks
-    or kv_cache_bytes, enable_prefix_caching, policy, return_routed_experts, seed, ...).
+    or kv_cache_bytes, enable_prefix_caching, policy, return_routed_experts, seed,
+    speculative_config, ...).
 
     Raises ConfigError or CheckpointError, naming the option, file or tensor; TypeError for an unknown option.
     """
@@ -171,7 +172,13 @@ class LLM:
             self._tokenizer.detokenizer()  # refuses a decoder that cannot stream, before any request comes
             if eos is None and self._tokenizer.eos_token_id is not None:
                 eos = (self._tokenizer.eos_token_id,)
-        self.engine = Engine(decoder, config, text=self._tokenizer, eos_token_ids=eos or ())
+        draft = None
+        if config.speculation is not None and config.speculation.model is not None:
+            its_folder = resolve_model(config.speculation.model)
+            if self._tokenizer is not None:
+                _same_vocabulary(self._tokenizer, folder, its_folder)
+            draft = load_model(its_folder, dtype, self.device, load_format)
+        self.engine = Engine(decoder, config, text=self._tokenizer, eos_token_ids=eos or (), draft=draft)
         self._count = 0
 
     def get_tokenizer(self) -> Tokenizer:
@@ -268,6 +275,19 @@ class LLM:
     def _new_id(self) -> str:
         self._count += 1
         return f"llm-{self._count - 1}"
+
+
+def _same_vocabulary(tokenizer: Tokenizer, folder: Path, draft: Path) -> None:
+    """Raise ConfigError unless a draft's token ids mean what the model's mean."""
+    mine, its = (t.backend.get_vocab(with_added_tokens=True) for t in (tokenizer, Tokenizer(draft)))
+    differs = sorted(mine.items() ^ its.items(), key=lambda item: item[1])
+    if differs:
+        number = differs[0][1]
+        here, there = ([token for token, i in v.items() if i == number] or ["nothing"] for v in (mine, its))
+        raise ConfigError(
+            f"speculative_config: the draft {draft.name} has another vocabulary than {folder.name}: token id {number} is "
+            f"{brief(there[0])} there and {brief(here[0])} here; take a draft with the model's own tokenizer"
+        )
 
 
 def _each(value: Any, count: int, what: str) -> list[Any]:

@@ -51,9 +51,8 @@ class BlockManager:
         self.pool = BlockPool(num_blocks, self.prefix, self.trace)
         self.tables = np.full((max_num_seqs, self.blocks_for(max_model_len)), -1, dtype=np.int32)
         self.lengths = np.zeros(max_num_seqs, dtype=np.int64)
-        self.copies: list[
-            tuple[int, int]
-        ] = []  # (old, new) blocks whose content must be copied before this forward
+        self.drafted = np.zeros(num_blocks, dtype=np.int32)  # leading slots whose KV a draft model has, too
+        self.copies: list[tuple[int, int]] = []  # (old, new): content to be copied before this forward
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._chunks: list[Chunk] = []
         self._log: list[tuple[Sequence, int, int, int]] = []  # (seq, index, old or -1, new), for undo
@@ -130,6 +129,10 @@ class BlockManager:
 
     # One step
 
+    def room(self, chunks: Seq[Chunk]) -> int:
+        """Blocks that would stay free beside these chunks; negative if the pool cannot serve them."""
+        return self.pool.num_free - self._need(chunks).blocks
+
     def reserve(self, chunks: Seq[Chunk]) -> bool:
         """Take every block that these chunks will write, or nothing at all.
 
@@ -179,30 +182,48 @@ class BlockManager:
             if stop // self.block_size > start // self.block_size and seq.row >= 0:
                 self._index_blocks(seq, start // self.block_size, stop // self.block_size)
 
+    def rollback(self, kept: dict[int, int]) -> None:
+        """Drafts were rejected: of the sequence with this id only tokens before kept[id] stay. Blocks of this step that hold
+        none of them go back, newest first, as if never taken. `settle` then counts its own token, `advance` the drafts."""
+        gone = [e for e in self._log if e[1] >= self.blocks_for(kept.get(e[0].seq_id, 1 << 62))]
+        for entry in reversed(gone):
+            self._undo(*entry)
+        self._log = [entry for entry in self._log if entry not in gone]
+        for i, (seq, start, stop, samples) in enumerate(self._chunks):
+            if (keep := kept.get(seq.seq_id)) is not None:
+                self._chunks[i] = Chunk(seq, start, seq.num_tokens, samples)
+                if self.trace.on and keep < stop:
+                    src = f"{__name__}:BlockManager.rollback#draft-rejected"
+                    self.trace.emit("undo", src, seq=seq.seq_id, start=keep, stop=stop)
+
+    def advance(self, seq: Sequence) -> None:
+        """The newest token of `seq` was an accepted draft: it has been computed already."""
+        computed = seq.num_computed_tokens = seq.num_computed_tokens + 1
+        self.index([Chunk(seq, computed - 1, computed, True)])
+
     def undo(self) -> None:
         """Take back every block of this step, newest first: tables, counts and free list are as before `reserve`."""
-        for seq, index, old, new in reversed(self._log):
-            if seq.row < 0:  # it has given everything up since
-                continue
-            self.pool.release(new)
-            self.tables[seq.row, index] = old
-            if old == -1:
-                self.lengths[seq.row] -= 1
-                continue
-            refs = self.pool.share(old)
-            if self.trace.on:
-                src = f"{__name__}:BlockManager.undo#own-copy-given-up"
-                self.trace.emit("share", src, seq=seq.seq_id, index=index, block=old, refs=refs)
-        for seq, start, stop, _ in self._chunks:
-            if self.trace.on:
-                src = f"{__name__}:BlockManager.undo#forward-failed"
-                self.trace.emit("undo", src, seq=seq.seq_id, start=start, stop=stop)
+        for entry in reversed(self._log):
+            if entry[0].row >= 0:  # else it has given everything up since
+                self._undo(*entry)
+        for seq, start, stop, _ in self._chunks if self.trace.on else ():
+            src = f"{__name__}:BlockManager.undo#forward-failed"
+            self.trace.emit("undo", src, seq=seq.seq_id, start=start, stop=stop)
         self._end_step()
+
+    def _undo(self, seq: Sequence, index: int, old: int, new: int) -> None:
+        self.pool.release(new)
+        self.tables[seq.row, index] = old
+        if old == -1:
+            self.lengths[seq.row] -= 1
+            return
+        refs = self.pool.share(old)
+        if self.trace.on:
+            src = f"{__name__}:BlockManager._undo#own-copy-given-up"
+            self.trace.emit("share", src, seq=seq.seq_id, index=index, block=old, refs=refs)
 
     def _end_step(self) -> None:
         self._chunks, self._log, self.copies, self._slots = [], [], [], None
-
-    # Details
 
     def _need(self, chunks: Seq[Chunk]) -> Need:
         rows, starts, stops = _spans(chunks)
@@ -225,6 +246,7 @@ class BlockManager:
         new = self.pool.take()
         self.pool.release(old)
         self.tables[row, index] = new
+        self.drafted[new] = self.drafted[old]
         self.copies.append((old, new))
         self._log.append((chunk.seq, index, old, new))
         if self.trace.on:
@@ -234,6 +256,7 @@ class BlockManager:
     def _append(self, chunk: Chunk, row: int, index: int) -> None:
         block = self.pool.take()
         self.tables[row, index] = block
+        self.drafted[block] = 0
         self.lengths[row] = index + 1
         self._log.append((chunk.seq, index, -1, block))
         if self.trace.on:

@@ -23,12 +23,16 @@ class CachePlan(NamedTuple):
 
 
 def plan_cache(
-    model: ModelConfig, engine: EngineConfig, bytes_per_element: int, room: int = DEFAULT_CACHE_BYTES
+    model: ModelConfig,
+    engine: EngineConfig,
+    bytes_per_element: int,
+    room: int = DEFAULT_CACHE_BYTES,
+    beside: int = 0,
 ) -> CachePlan:
     """Size the cache from num_blocks, from kv_cache_bytes, or from what the running sequences can use at most, but no
-    more than `room` bytes. Raises ConfigError if not even one block fits.
+    more than `room` bytes. beside: bytes a token for the KV of a draft model. Raises ConfigError if not even one block fits.
     """
-    per_block = model.kv_elements_per_token * engine.block_size * bytes_per_element
+    per_block = (model.kv_elements_per_token * bytes_per_element + beside) * engine.block_size
     if engine.num_blocks is not None:
         return CachePlan(engine.num_blocks, per_block)
     limit = engine.kv_cache_bytes
@@ -38,7 +42,9 @@ def plan_cache(
     if limit < per_block:
         raise ConfigError(
             f"kv_cache_bytes ({limit}) is less than one block: {engine.block_size} tokens x "
-            f"{model.kv_elements_per_token} numbers x {bytes_per_element} bytes = {per_block} bytes; raise it or lower block_size"
+            f"{model.kv_elements_per_token} numbers x {bytes_per_element} bytes"
+            + (f" + {beside} bytes a token of the draft" if beside else "")
+            + f" = {per_block} bytes; raise it or lower block_size"
         )
     return CachePlan(limit // per_block, per_block)
 

@@ -1,11 +1,115 @@
-"""EngineConfig: how much the engine may hold and schedule. Names follow vLLM."""
+"""EngineConfig: how much the engine may hold and schedule; SpeculativeConfig: how it guesses ahead. Names follow vLLM."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
 
-from tinymoe.core.model_config import ModelConfig, brief, require
+from tinymoe.core.model_config import ConfigError, ModelConfig, brief, require
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+METHODS = ("draft_model", "ngram", "self")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Speculative decoding (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
+
+    method: who proposes tokens. "draft_model": another model, `model` (name or folder) with the same vocabulary; "ngram": what
+        followed the last time that the newest tokens were seen, at most prompt_lookup_max (4) and at least prompt_lookup_min
+        (2) of them; "self": the model itself with num_experts_per_tok experts a token (default 1).
+    num_speculative_tokens: most tokens proposed per step and sequence.
+    acceptance: "exact" keeps the distribution of sampled tokens (rejection sampling); "coupled" keeps the sampled tokens
+        themselves, those of plain decoding. Greedy tokens are those of plain decoding either way.
+    adaptive: propose as many as the measured times and acceptance make worthwhile, perhaps none; False: always all.
+        What a sampled request gets under "exact" depends on how many were proposed, so a request with a seed of its own
+        is always offered all.
+    """
+
+    method: Literal["draft_model", "ngram", "self"]
+    num_speculative_tokens: int
+    model: str | Path | None = None
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
+    num_experts_per_tok: int | None = None
+    acceptance: Literal["exact", "coupled"] = "exact"
+    adaptive: bool = True
+
+    def __post_init__(self):
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen dataclass)
+        where = "speculative_config: "
+        for name, choices in (("method", METHODS), ("acceptance", ("exact", "coupled"))):
+            value = getattr(self, name)
+            ok = isinstance(value, str) and value in choices
+            require(ok, f"{where}{name} must be {' or '.join(map(repr, choices))}, got {brief(value)}")
+        owners = {
+            "model": "draft_model",
+            "prompt_lookup_max": "ngram",
+            "prompt_lookup_min": "ngram",
+            "num_experts_per_tok": "self",
+        }
+        for name, method in owners.items():
+            value = getattr(self, name)
+            require(
+                value is None or self.method == method,
+                f"{where}{name} belongs to method {method!r}, and the method is {self.method!r}: leave it out",
+            )
+        if self.method == "draft_model":
+            ok = isinstance(self.model, (str, Path)) and str(self.model) != ""
+            require(ok, f"{where}model must be the draft's name or folder, got {brief(self.model)}")
+        for name, owner, default in (
+            (
+                "prompt_lookup_max",
+                "ngram",
+                max(4, self.prompt_lookup_min or 0) if _count(self.prompt_lookup_min) else 4,
+            ),
+            (
+                "prompt_lookup_min",
+                "ngram",
+                min(2, self.prompt_lookup_max or 2) if _count(self.prompt_lookup_max) else 2,
+            ),
+            ("num_experts_per_tok", "self", 1),
+        ):
+            if self.method == owner and getattr(self, name) is None:
+                put(name, default)
+        for name in (
+            "num_speculative_tokens",
+            *(n for n in owners if n != "model" and getattr(self, n) is not None),
+        ):
+            value = getattr(self, name)
+            require(_count(value), f"{where}{name} must be an int of at least 1, got {brief(value)}")
+        require(
+            (self.prompt_lookup_min or 0) <= (self.prompt_lookup_max or 0),
+            f"{where}prompt_lookup_min ({self.prompt_lookup_min}) exceeds prompt_lookup_max ({self.prompt_lookup_max})",
+        )
+        require(
+            isinstance(self.adaptive, bool),
+            f"{where}adaptive must be True or False, got {brief(self.adaptive)}",
+        )
+
+    @classmethod
+    def of(cls, value: Any) -> "SpeculativeConfig":
+        """From a dict, as users write it (a model alone means method "draft_model"). Raises ConfigError."""
+        if isinstance(value, SpeculativeConfig):
+            return value
+        ok = isinstance(value, Mapping)
+        require(ok, f"speculative_config must be a dict or None, got {brief(value)}")
+        known = [f.name for f in fields(cls)]
+        unknown = [key for key in value if key not in known]
+        if unknown:
+            raise ConfigError(
+                f"speculative_config has no option {', '.join(map(brief, unknown))}; known: {', '.join(known)}"
+            )
+        value = dict(value)
+        if value.get("model") is not None:
+            value.setdefault("method", "draft_model")
+        for name in ("method", "num_speculative_tokens"):
+            require(name in value, f"speculative_config needs {name}; got {brief(value)}")
+        return cls(**value)
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +127,8 @@ class EngineConfig:
         most half of the budget while a short one waits. 0 takes half of max_num_batched_tokens.
     return_routed_experts: keep the experts of every token and return them.
     seed: source of the seeds of requests that bring none.
+    speculative_config: a dict of SpeculativeConfig's options, or None: {"method": "draft_model", "model": "quintet-draft",
+        "num_speculative_tokens": 4}.
     Only on a GPU: gpu_memory_utilization, the share of its memory that weights, activations and cache may take;
         enforce_eager, decode without CUDA graphs (starts faster, runs slower); async_scheduling, start the next decode
         step before this one's tokens are known (the tokens are the same); batch_invariant, the same bits for a
@@ -44,8 +150,11 @@ class EngineConfig:
     enforce_eager: bool = False
     async_scheduling: bool = True
     batch_invariant: bool = False
+    speculative_config: SpeculativeConfig | dict[str, Any] | None = None
 
     def __post_init__(self):
+        if self.speculative_config is not None:
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             value = getattr(self, name)
             ok = isinstance(value, int) and not isinstance(value, bool) and value >= 1
@@ -89,6 +198,11 @@ class EngineConfig:
             f"max_model_len ({self.max_model_len}) exceeds the model's max_position_embeddings ({limit})",
         )
         return self.max_model_len or limit
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """speculative_config, checked."""
+        return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
 
     @property
     def long_prefill(self) -> int:

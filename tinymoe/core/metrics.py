@@ -43,7 +43,12 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class EngineMetrics:
-    """Totals since the engine started."""
+    """Totals since the engine started.
+
+    draft_tokens were proposed, accepted_tokens of them kept. verify_steps checked drafts, for verifications sequences,
+    which got verified_tokens tokens and visited verify_experts distinct experts (summed over layers and steps) in
+    verify_seconds (forward and sampling). drafts_at[i] and accepted_at[i] count the drafts at place i.
+    """
 
     steps: int = 0
     requests: int = 0
@@ -58,9 +63,19 @@ class EngineMetrics:
     peak_running: int = 0
     peak_blocks: int = 0
     schedule_seconds: float = 0.0
+    draft_seconds: float = 0.0
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
     commit_seconds: float = 0.0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    verify_steps: int = 0
+    verifications: int = 0
+    verified_tokens: int = 0
+    verify_experts: int = 0
+    verify_seconds: float = 0.0
+    drafts_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
     _mark: float = 0.0
 
     def start(self) -> None:

@@ -41,6 +41,8 @@ class SamplingParams:
     logprobs / prompt_logprobs: how many most likely tokens to report beside the chosen one; -1 is not supported.
     logit_bias: {token id: value added}. bad_words: strings that must not appear.
     ignore_eos: generate on through eos.
+    num_speculative_tokens: at most so many tokens are proposed per step for this request; 0: none, None: what the engine's
+        speculative_config says.
 
     Raises ConfigError naming the option for anything out of range; an unknown keyword raises TypeError.
     """
@@ -67,6 +69,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self):
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen dataclass)
@@ -127,6 +130,9 @@ class SamplingParams:
                 isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_LOGPROBS
             )
             require(ok, f"{name} must be None or 0..{MAX_LOGPROBS}, got {brief(value)}")
+        value = self.num_speculative_tokens
+        ok = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
+        require(ok, f"num_speculative_tokens must be None or an int of at least 0, got {brief(value)}")
         require(all(self.stop), "stop strings must not be empty")
         require(all(self.bad_words), "bad_words must not be empty strings")
         require(

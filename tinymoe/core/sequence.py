@@ -62,10 +62,12 @@ class Sequence:
 
     num_computed_tokens: leading tokens whose KV is in the cache. The scheduler's one rule is to let it catch up
     with len(token_ids). row: its row in the block tables while it holds pages, else -1.
+    num_drafts: how many tokens may be proposed for it in the coming step. draft_token_ids: those that run behind its own tokens
+    in this step, to be verified; empty between steps.
     """
 
-    __slots__ = ("block_keys", "cumulative_logprob", "finish_reason", "index", "logprobs", "num_cached_tokens",
-                 "num_computed_tokens", "num_prompt_tokens", "request", "routed_experts", "row", "seed", "seq_id", "status",
+    __slots__ = ("acceptance", "block_keys", "cumulative_logprob", "draft_token_ids", "finish_reason", "index", "logprobs", "num_cached_tokens",
+                 "num_computed_tokens", "num_drafts", "num_prompt_tokens", "request", "routed_experts", "row", "seed", "seq_id", "status",
                  "stop_reason", "text", "token_ids")  # fmt: skip
 
     def __init__(self, seq_id: int, request: Request, index: int = 0):
@@ -86,6 +88,9 @@ class Sequence:
         self.cumulative_logprob = 0.0
         self.routed_experts: Any = None  # int16 [tokens, L, K] once finished, if the engine keeps them
         self.text: Any = None  # detokenizer state, if the engine has a tokenizer
+        self.num_drafts = 0
+        self.draft_token_ids: list[int] = []
+        self.acceptance: Any = None  # how drafts have fared, if the engine speculates
 
     @property
     def num_tokens(self) -> int:
@@ -110,7 +115,8 @@ class Sequence:
 
 
 class Chunk(NamedTuple):
-    """Positions start..stop-1 of seq run in this step; the last one yields a token if `samples`."""
+    """Positions start..stop-1 of seq run in this step; the last one yields a token if `samples`. Positions behind the
+    sequence's own tokens hold its drafts: then each of these, and the own token before them, yields one."""
 
     seq: Sequence
     start: int

@@ -78,6 +78,16 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "experts",
     ),  # expert path (index into PATHS), distinct experts touched
     "sample": ("request", "seq", "position", "token"),  # token chosen for `position`
+    # speculation: chances in 1e-6, of the draft (q) and of the model (p); of a greedy choice those at temperature 1
+    "draft": ("seq", "position", "token", "q"),  # token proposed for `position`
+    "verify": (
+        "seq",
+        "position",
+        "token",
+        "p",
+        "q",
+        "accepted",
+    ),  # 1: it stays; after a 0 the others are not looked at
 }
 FINISH_REASONS = ("stop", "length", "abort", "error")
 WAIT_REASONS = (

@@ -24,8 +24,11 @@ from tinymoe.engine.intake import Intake, RequestError, Text, check_id
 from tinymoe.engine.report import Reporter, totals
 from tinymoe.engine.routes import RouteRecorder
 from tinymoe.engine.sampling import Sampled, Sampler
-from tinymoe.engine.sampling.draws import Draw, draws_of, sample_draws
+from tinymoe.engine.sampling.draws import draws_of, sample_draws
+from tinymoe.engine.sampling.ends import ending
 from tinymoe.engine.scheduler import Scheduler
+from tinymoe.engine.spec.proposer import Proposer, check_speculation
+from tinymoe.engine.spec.speculator import Clock, Plain, Run, Speculator
 from tinymoe.model.decoder import Decoder
 
 
@@ -33,7 +36,7 @@ class Engine:
     """Serves many requests over one model. Not thread-safe: call it from one thread, or under a lock.
 
     model: a Decoder on its device. text: a tokenizer (tinymoe.text.Tokenizer) for text prompts, stop strings and texts.
-    eos_token_ids: ids that end a sequence.
+    eos_token_ids: ids that end a sequence. draft: the Decoder for speculative_config's method "draft_model"; clock: its time.
     """
 
     def __init__(
@@ -43,6 +46,8 @@ class Engine:
         *,
         text: Text | None = None,
         eos_token_ids: Seq[int] = (),
+        draft: Decoder | None = None,
+        clock: Clock = time.perf_counter,
     ):
         self.config = config = config or EngineConfig()
         self.text = text
@@ -52,11 +57,12 @@ class Engine:
             known, f"eos_token_ids must be in 0..{model.config.vocab_size - 1}, got {brief(eos_token_ids)}"
         )
         self.max_model_len = config.model_len(model.config)
+        check_speculation(config, model, draft, self.max_model_len)
         self.trace = Trace()
         self.metrics = EngineMetrics()
         if config.batch_invariant:
             model.make_invariant()
-        self.blocks, storage = build_cache(model, config, self.max_model_len, self.trace)
+        self.blocks, storage = build_cache(model, config, self.max_model_len, self.trace, draft)
         self.routes = RouteRecorder(model.config, storage, self.trace)
         self.runner = Runner(model, storage, self.routes)
         self.runner.capture(config, self.max_model_len)
@@ -64,6 +70,10 @@ class Engine:
         self.pipeline = Pipeline(config, scheduler, self.blocks, self.runner, self.routes, self.max_model_len)
         self._ahead: Step | None = None  # started before the tokens of the step before it were known
         self.sampler = Sampler()
+        self.spec: Plain | Speculator = Plain()
+        if config.speculation is not None:
+            proposer = Proposer(config, model, draft, storage, self.blocks, self.trace, self.eos_token_ids)
+            self.spec = Speculator(config, proposer, self.routes, self.metrics, self.max_model_len, clock)
         self.reporter = Reporter(text)
         self.intake = Intake(
             config, model.config.vocab_size, self.max_model_len, self.blocks.pool.num_blocks, text
@@ -153,63 +163,68 @@ class Engine:
                 step = self._ahead
                 try:
                     step = step or self._start(section)
-                    self._ahead = self.pipeline.follow(step)
+                    rests = self.spec.rests(step.batch.chunks)
+                    self._ahead = self.pipeline.follow(step) if rests else None
                     self.metrics.lap("forward")
                     draws = draws_of(step.batch)
                     with section.interruptible(not step.settled):
                         sampled = sample_draws(self.sampler, step.forward, draws, self.eos_token_ids)
+                        runs = self.spec.judge(draws, sampled, step.forward.logits)
                     self.metrics.lap("sample")
                 except BaseException:
                     self._ahead = step if step and step.settled else None  # what is booked comes again
                     self.blocks.undo()
                     raise
-                self._commit(step, draws, sampled)
+                self._commit(step, runs)
                 self.metrics.lap("commit")
         return self.reporter.collect() if collect else []
 
     def _start(self, section: Section) -> Step:
         """Choose the tokens of a step and run them."""
+        self.spec.plan(self.scheduler.running)
         chunks = self.scheduler.schedule()
         self.metrics.lap("schedule")
         with section.interruptible():
+            self.spec.propose(chunks)
+            self.metrics.lap("draft")
             return self.pipeline.start(chunks)
 
     # After the forward pass
 
-    def _commit(self, step: Step, draws: list[Draw], sampled: list[Sampled]) -> None:
+    def _commit(self, step: Step, runs: list[Run]) -> None:
         """The step counts: pages, routes, tokens, ends, outputs. Should it fail, the requests of the step end with it."""
+        tokens = step.batch.token_ids.shape[0]
         try:
+            self.spec.settle(runs, step.batch, step.forward.logits)
             self.pipeline.settle(step)
-            self.metrics.computed_tokens += step.batch.token_ids.shape[0]
-            self._grow(step.batch, step.forward.logits, draws, sampled)
+            self.metrics.computed_tokens += tokens
+            self._grow(step.batch, step.forward.logits, runs)
+            self.spec.finish(step.batch.chunks, tokens)
         except BaseException as error:
             self._fail(step.batch.chunks, error)
             raise
 
-    def _grow(
-        self, batch: Batch, logits: torch.Tensor | None, draws: list[Draw], sampled: list[Sampled]
-    ) -> None:
+    def _grow(self, batch: Batch, logits: torch.Tensor | None, runs: list[Run]) -> None:
         """Append the tokens, fork, finish; one output per request that changed."""
         if logits is not None:
             self.reporter.keep_prompt_logprobs(batch, logits)
         changed: dict[str, Request] = {}
         grown = []
-        for draw, one in zip(draws, sampled):
-            request = draw.seq.request
-            if draw.seq.status is Status.FINISHED:  # while this token was on its way
+        for seq, index, tokens in runs:
+            request = seq.request
+            if seq.status is Status.FINISHED:  # while this token was on its way
                 continue
             changed[request.request_id] = request
-            if one.error is not None:
-                request.error = one.error
-            elif draw.index == draw.seq.index:
-                grown.append((draw.seq, one))
+            if tokens[0].error is not None:
+                request.error = tokens[0].error
+            elif index == seq.index:
+                grown.append((seq, tokens))
             else:
-                child = self._new_sequence(request, draw.index)
-                self.scheduler.fork(draw.seq, child)
-                grown.append((child, one))
-        for seq, one in grown:
-            if seq.request.error is None:
-                self._append(seq, one)
+                child = self._new_sequence(request, index)
+                self.scheduler.fork(seq, child)
+                grown.append((child, tokens))
+        for seq, tokens in grown:
+            self._append_run(seq, tokens)
         for request in changed.values():
             if request.error is not None:
                 for seq in request.sequences:
@@ -227,9 +242,20 @@ class Engine:
                 self._finish(seq, "error", f"{__name__}:Engine._fail#not-recorded")
             self.reporter.deliver(request)
 
+    def _append_run(self, seq: Sequence, tokens: list[Sampled]) -> None:
+        """Accepted drafts and one more token, as if each had come in a step of its own; what is behind an end is dropped."""
+        for i, one in enumerate(tokens):
+            if i:
+                self.blocks.advance(seq)
+            seq.request.error = seq.request.error or one.error
+            if seq.request.error is None:
+                self._append(seq, one)
+            if seq.status is Status.FINISHED:
+                return
+
     def _append(self, seq: Sequence, one: Sampled) -> None:
-        """One more token; ends the sequence if eos, a stop, or a limit says so (in this order)."""
-        token, request, params = one.token, seq.request, seq.request.params
+        """One more token, which may be the last."""
+        token, request = one.token, seq.request
         seq.token_ids.append(token)
         self.metrics.generation_tokens += 1
         request.metrics.count_token()
@@ -238,31 +264,11 @@ class Engine:
         if one.logprobs is not None:
             seq.logprobs.append(self.reporter.named(one.logprobs))
         if self.trace.on:
-            self.trace.emit(
-                "sample",
-                f"{__name__}:Engine._append#caught-up",
-                request=request.number,
-                seq=seq.seq_id,
-                position=seq.num_tokens - 1,
-                token=token,
-            )
-        count = seq.num_tokens - seq.num_prompt_tokens
-        can_stop = count > params.min_tokens
-        reason = src = None
-        if can_stop and token in self.eos_token_ids and not params.ignore_eos:
-            reason, src = "stop", f"{__name__}:Engine._append#eos"
-        elif can_stop and token in params.stop_token_ids:
-            reason, src = "stop", f"{__name__}:Engine._append#stop-token"
-            seq.stop_reason = token
-        elif count == params.max_tokens or seq.num_tokens >= self.max_model_len:
-            reason, src = "length", f"{__name__}:Engine._append#length"
-        if seq.text is not None:
-            stop = seq.text.append(token, count, ends=reason == "stop")
-            if stop is not None:
-                reason, src = "stop", f"{__name__}:Engine._append#stop-string"
-                seq.stop_reason = stop
-        if reason is not None and src is not None:
-            self._finish(seq, reason, src)
+            at, src = seq.num_tokens - 1, f"{__name__}:Engine._append#caught-up"
+            self.trace.emit("sample", src, request=request.number, seq=seq.seq_id, position=at, token=token)
+        end = ending(seq, self.eos_token_ids, self.max_model_len)
+        if end is not None:
+            self._finish(seq, *end)
 
     def _finish(self, seq: Sequence, reason: str, src: str) -> None:
         if seq.status is Status.FINISHED:
@@ -280,14 +286,8 @@ class Engine:
         if late_stop is not None and reason == "length":
             seq.finish_reason, seq.stop_reason = "stop", late_stop
         if self.trace.on:
-            self.trace.emit(
-                "finish",
-                src,
-                request=request.number,
-                seq=seq.seq_id,
-                reason=FINISH_REASONS.index(seq.finish_reason),
-                tokens=seq.num_tokens - seq.num_prompt_tokens,
-            )
+            why, made = FINISH_REASONS.index(seq.finish_reason), seq.num_tokens - seq.num_prompt_tokens
+            self.trace.emit("finish", src, request=request.number, seq=seq.seq_id, reason=why, tokens=made)
 
     # Small helpers
 

@@ -136,6 +136,12 @@ class Intake:
             raise RequestError(
                 f"n ({params.n}) exceeds max_num_seqs ({self.config.max_num_seqs}): lower n or raise max_num_seqs"
             )
+        most = self.config.speculation.num_speculative_tokens if self.config.speculation else 0
+        if (params.num_speculative_tokens or 0) > most:
+            raise RequestError(
+                f"num_speculative_tokens ({params.num_speculative_tokens}) exceeds the engine's ({most}): lower it, or raise "
+                "it in the engine's speculative_config"
+            )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
             if value is not None and value > self.vocab_size:

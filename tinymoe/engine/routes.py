@@ -51,6 +51,10 @@ class RouteRecorder:
         distinct[self._layers] = self._distinct.cpu().numpy()
         return distinct
 
+    def visited(self) -> int:
+        """Experts visited, summed over layers and steps. On a GPU this waits for the steps before."""
+        return int(self._distinct.sum())
+
     def begin(self, slots_T: Tensor, batch: Batch | None = None) -> None:
         """A forward pass starts; what an earlier one left that did not come to `settle` is forgotten. Events need the
         batch."""

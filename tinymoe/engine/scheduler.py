@@ -15,6 +15,7 @@ from tinymoe.core.config import EngineConfig
 from tinymoe.core.metrics import EngineMetrics
 from tinymoe.core.sequence import Chunk, Sequence, Status
 from tinymoe.core.trace import WAIT_REASONS, Trace
+from tinymoe.engine.spec.room import with_drafts
 
 Order = Callable[[Sequence], tuple]
 NO_BUDGET, NO_SEAT, NO_PAGES, PREEMPTED, TWIN = range(len(WAIT_REASONS))
@@ -59,14 +60,15 @@ class Scheduler:
         """Choose and reserve the chunks of one step; empty only when there is nothing to run.
 
         Running sequences come first (those that decode before those that still read their prompt), then the waiting
-        line in order. Nobody is admitted in a step that had to preempt.
+        line in order. Nobody is admitted in a step that had to preempt. Drafts get what tokens and pages are left.
         """
         self._waits = {}
+        budget = self.config.max_num_batched_tokens
         chunks = self._plan(admit=True)
         for chunk in chunks:
             if chunk.seq.status is not Status.RUNNING:
                 self._seat(chunk.seq)
-        while not self.blocks.reserve(chunks):
+        while not self.blocks.reserve(chunks := with_drafts(chunks, budget, self.blocks)):
             self._preempt(max(self.running, key=self._order))
             self._waits = {
                 self.waiting[0]: (PREEMPTED, f"{__name__}:Scheduler.schedule#preempted-in-this-step")
@@ -208,7 +210,7 @@ class Scheduler:
         lost = seq.num_computed_tokens
         self.blocks.free(seq)
         self.running.remove(seq)
-        seq.num_computed_tokens = 0
+        seq.num_computed_tokens = seq.num_drafts = 0
         seq.status = Status.PREEMPTED
         insort(self.waiting, seq, key=self._order)
         self.metrics.preemptions += 1

@@ -38,22 +38,24 @@ class Batch(NamedTuple):
 
     @classmethod
     def build(cls, chunks: list[Chunk], blocks: BlockManager) -> "Batch":
-        """Flatten reserved chunks, on the CPU. A chunk wants its last row if it samples, and all of them for prompt
-        logprobs."""
+        """Flatten reserved chunks, on the CPU. A chunk wants its last row if it samples, one more for each draft, and all
+        of them for prompt logprobs."""
         token_ids: list[int] = []
         spans: list[Span] = []
         rows: list[int] = []
         first_row = [0]
         for seq, start, stop, samples in chunks:
             begin = len(token_ids)
+            drafts = seq.draft_token_ids
             token_ids += seq.token_ids[start:stop]
+            token_ids += drafts
             end = begin + stop - start
             length = blocks.blocks_for(stop)
             spans.append(Span(begin, end, stop, blocks.tables[seq.row, :length]))
             if seq.request.params.prompt_logprobs is not None and start < seq.num_prompt_tokens:
                 rows += range(begin, end)
             elif samples:
-                rows.append(end - 1)
+                rows += range(end - 1 - len(drafts), end)
             first_row.append(len(rows))
         return cls(
             chunks,
@@ -63,7 +65,7 @@ class Batch(NamedTuple):
             spans,
             torch.tensor(rows, dtype=torch.int64),
             first_row,
-            len(rows) == len(token_ids) and not any(chunk.seq.forks for chunk in chunks),
+            len(chunks) == len(rows) == len(token_ids) and not any(chunk.seq.forks for chunk in chunks),
         )
 
     def to(self, device: torch.device) -> "Batch":

@@ -13,11 +13,12 @@ from tinymoe.model.decoder import Decoder
 
 
 def build_cache(
-    model: Decoder, config: EngineConfig, max_model_len: int, trace: Trace
+    model: Decoder, config: EngineConfig, max_model_len: int, trace: Trace, draft: Decoder | None = None
 ) -> tuple[BlockManager, KVStorage]:
-    """Pages and their accounting. Raises ConfigError with the arithmetic if they do not fit."""
+    """Pages and their accounting, with room for the KV of a draft model. Raises ConfigError with the arithmetic if they do
+    not fit."""
     weight = model.norm.weight
-    plan = plan_for(model, config, max_model_len)
+    plan = plan_for(model, config, max_model_len, draft)
     check_room(plan, config, max_model_len, weight.device)
     blocks = BlockManager(
         plan.num_blocks,
@@ -38,19 +39,25 @@ def build_cache(
     return blocks, storage
 
 
-def plan_for(model: Decoder, config: EngineConfig, max_model_len: int) -> CachePlan:
-    """The KV cache for this model on its device. Raises ConfigError with the arithmetic if it does not fit."""
+def plan_for(
+    model: Decoder, config: EngineConfig, max_model_len: int, draft: Decoder | None = None
+) -> CachePlan:
+    """The KV cache for this model on its device, a draft's in the same blocks. Raises ConfigError with the arithmetic if it
+    does not fit."""
     weight = model.norm.weight
     size, device = weight.element_size(), weight.device
+    beside = 0
+    if draft is not None:
+        beside = draft.config.kv_elements_per_token * draft.norm.weight.element_size()
     chosen = config.num_blocks is not None or config.kv_cache_bytes is not None
     if device.type != "cuda" or chosen:
-        return plan_cache(model.config, config, size)
+        return plan_cache(model.config, config, size, beside=beside)
     activations = activation_bytes(model, config)
     free, total = torch.cuda.mem_get_info(device)
     longest = -(-max_model_len // config.block_size) * config.block_size
-    one_sequence = longest * model.config.kv_elements_per_token * size
+    one_sequence = longest * (model.config.kv_elements_per_token * size + beside)
     room = room_on_gpu(config, free, total, activations, one_sequence)
-    return plan_cache(model.config, config, size, room)
+    return plan_cache(model.config, config, size, room, beside)
 
 
 @torch.inference_mode()

@@ -16,21 +16,47 @@ from tinymoe.engine.sampling.sampler import Sampled, Sampler
 
 
 class Draw(NamedTuple):
-    """One token to be sampled: for which sequence (index: which of the request's n), from which row of the logits."""
+    """One token to be sampled: for which sequence (index: which of the request's n), from which row of the logits, behind how
+    many of the sequence's drafts."""
 
     seq: Sequence
     index: int
     logits_row: int
+    ahead: int = 0
+
+    @property
+    def position(self) -> int:
+        """Absolute index of the token."""
+        return self.seq.num_tokens + self.ahead
+
+    def row(self, eos_token_ids: Seq[int]) -> Row:
+        """What the logits belong to; drafts count as history."""
+        seq = self.seq
+        request, params = seq.request, seq.request.params
+        return Row(
+            params=params,
+            seed=(request.seed + self.index) % 2**63,
+            position=self.position,
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=seq.output_token_ids + seq.draft_token_ids[: self.ahead],
+            stop_ids=(*eos_token_ids, *params.stop_token_ids),
+            bad_word_ids=request.bad_word_ids,
+        )
 
 
 def draws_of(batch: Batch) -> list[Draw]:
-    """One draw per sequence that has caught up; n of them where a prompt ends and its answers begin."""
+    """One draw per sequence that has caught up; n of them where a prompt ends and its answers begin; one more behind every
+    draft."""
     draws = []
     for i, chunk in enumerate(batch.chunks):
         if chunk.samples:
             seq, last = chunk.seq, batch.first_row[i + 1] - 1
             indices = range(seq.request.params.n) if seq.forks else (seq.index,)
-            draws += [Draw(seq, index, last) for index in indices]
+            draws += [Draw(seq, index, last - len(seq.draft_token_ids)) for index in indices]
+            draws += [
+                Draw(seq, seq.index, last - len(seq.draft_token_ids) + i, i)
+                for i in range(1, len(seq.draft_token_ids) + 1)
+            ]
     return draws
 
 
@@ -45,18 +71,7 @@ def sample_draws(
         drawn = _drawn_there(forward, draws)
         if drawn is not None and (forward.logits is None or np.isfinite(drawn[1]).all()):
             return [_checked(draw, *one) for draw, one in zip(draws, drawn.T.tolist())]
-    rows = [
-        Row(
-            params=seq.request.params,
-            seed=(seq.request.seed + index) % 2**63,
-            position=seq.num_tokens,
-            prompt_token_ids=seq.request.prompt_token_ids,
-            output_token_ids=seq.output_token_ids,
-            stop_ids=(*eos_token_ids, *seq.request.params.stop_token_ids),
-            bad_word_ids=seq.request.bad_word_ids,
-        )
-        for seq, index, _ in draws
-    ]
+    rows = [draw.row(eos_token_ids) for draw in draws]
     assert forward.logits is not None  # only plain draws are followed
     return sampler.sample(_picked(forward.logits, draws), rows)
 
@@ -66,7 +81,7 @@ def _checked(draw: Draw, token: float, best: float) -> Sampled:
         return Sampled(int(token))
     what = "NaN" if math.isnan(best) else "infinity"
     return Sampled(
-        -1, error=f"logits contain {what} at position {draw.seq.num_tokens}: the model's weights are at fault"
+        -1, error=f"logits contain {what} at position {draw.position}: the model's weights are at fault"
     )
 
 
@@ -87,7 +102,7 @@ def _drawn_there(forward: Forward, draws: list[Draw]) -> np.ndarray | None:
     params = [draw.seq.request.params for draw in draws]
     heat_R = torch.tensor([one.heat for one in params], dtype=torch.float32)
     seeds = [(draw.seq.request.seed + draw.index) % 2**63 for draw in draws]
-    keys_2R = torch.tensor([seeds, [draw.seq.num_tokens for draw in draws]])
+    keys_2R = torch.tensor([seeds, [draw.position for draw in draws]])
     device = forward.logits.device
     seeds_R, positions_R = keys_2R.to(device)
     ids_R, best_R = ops.sample(_picked(forward.logits, draws), heat_R.to(device), seeds_R, positions_R)

@@ -71,6 +71,14 @@ _RULES: dict[str, Callable[[Event], str]] = {
         f"Layer {e.layer} has {count(e.tokens, 'token')} on {count(e.experts, 'expert')}: path {PATHS[e.path]!r} is taken."
     ),
     "sample": lambda e: f"{letters(e.seq)} chooses token {e.token} for position {e.position}.",
+    "draft": lambda e: (
+        f"The draft proposes token {e.token} for position {e.position} of {letters(e.seq)}: to it, this has a chance of "
+        f"{e.q / 1e4:.1f} %."
+    ),
+    "verify": lambda e: (
+        f"The model gives token {e.token} at position {e.position} of {letters(e.seq)} a chance of {e.p / 1e4:.1f} %, the draft "
+        f"{e.q / 1e4:.1f} %: it " + ("stays." if e.accepted else "goes, and so do all drafts behind it.")
+    ),
 }
 
 

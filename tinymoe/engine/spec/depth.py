@@ -1,0 +1,182 @@
+"""How many tokens to propose: as many as the measured acceptance, verify times and draft times make worthwhile.
+
+On a Mixture of Experts a longer verification visits more experts, so speculation can lose (Cascade, arXiv 2506.20675), and may
+win again in batches that visit them all anyhow (MoESD, arXiv 2505.19645). So nothing is assumed: a step of n tokens is taken
+to cost a + b U(n) + c n, with U the distinct experts that steps of n tokens have really visited.
+"""
+
+import math
+from collections import deque
+from itertools import combinations
+
+import numpy as np
+
+MEMORY = (
+    7  # times that are remembered for each number of tokens; their median counts, since a clock errs upwards
+)
+GAIN = 1.03  # a change of depth must promise 3 % more tokens per second
+REST, LONGEST_REST = 24, 384  # steps between two looks at whether speculation would pay, while it does not
+FADE = 0.9  # weight of a request's last draft against the one after it
+
+
+class Acceptance:
+    """How likely a draft is kept: a mean that forgets, drawn towards `prior` while there is little evidence."""
+
+    __slots__ = ("fade", "kept", "prior", "seen", "weight")
+
+    def __init__(self, prior: float, weight: float = 4.0, fade: float = FADE):
+        self.prior, self.weight, self.fade = prior, weight, fade
+        self.kept = self.seen = 0.0
+
+    def count(self, accepted: int, drafted: int) -> None:
+        """Of `drafted` tokens the first `accepted` were kept; the one behind them, if any, is the last that was examined."""
+        self.kept = self.fade * self.kept + accepted
+        self.seen = self.fade * self.seen + min(accepted + 1, drafted)
+
+    @property
+    def rate(self) -> float:
+        return min(0.99, (self.kept + self.weight * self.prior) / (self.seen + self.weight))
+
+
+class CostModel:
+    """Seconds of a step of n tokens: a + b U(n) + c n with a, b, c >= 0, fitted to what has been measured."""
+
+    def __init__(self):
+        self._seconds: dict[int, deque[float]] = {}
+        self._experts: dict[int, float] = {}
+        self.a, self.b, self.c = 0.0, 0.0, 0.0
+        self._n = self._t = self._u = np.zeros(0)
+
+    def __len__(self) -> int:
+        return len(self._seconds)
+
+    def observe(self, n: int, experts: float, seconds: float) -> None:
+        """A step of n tokens visited so many distinct experts (summed over layers) and took so long."""
+        known = self._seconds.setdefault(n, deque(maxlen=MEMORY))
+        known.append(seconds)
+        self._experts[n] = experts if len(known) == 1 else 0.8 * self._experts[n] + 0.2 * experts
+        self._fit()
+
+    def _fit(self) -> None:
+        self._n = np.array(sorted(self._seconds), dtype=float)
+        self._u = np.maximum.accumulate([self._experts[int(n)] for n in self._n])
+        self._t = np.array([float(np.median(self._seconds[int(n)])) for n in self._n])
+        weight = np.array([math.sqrt(len(self._seconds[int(n)])) for n in self._n])
+        X = np.stack([np.ones_like(self._n), self._u, self._n], 1) * weight[:, None]
+        self.a, self.b, self.c = _least_squares(X, self._t * weight).tolist()
+
+    def experts(self, n: np.ndarray) -> np.ndarray:
+        """U(n): measured, between measurements on a line, beyond them with the last slope in log n."""
+        if len(self._n) < 2:
+            return np.full(len(n), self._u[0] if len(self._u) else 0.0)
+        x, known = np.log(n), np.log(self._n)
+        slope = (self._u[-1] - self._u[-2]) / (known[-1] - known[-2])
+        return np.interp(x, known, self._u) + slope * np.maximum(0, x - known[-1])
+
+    def seconds(self, n: np.ndarray) -> np.ndarray:
+        """Predicted, for numbers of tokens [M]. What has been measured is known better than the line through it tells."""
+        line = self.a + self.b * self.experts(n) + self.c * n
+        if not len(self._n):
+            return line
+        off = self._t - (self.a + self.b * self._u + self.c * self._n)
+        return np.maximum(line + np.interp(n, self._n, off), 1e-9)
+
+
+def _least_squares(X: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """argmin |Xw - y| over w >= 0: with three columns, the best of all supports on which the optimum is positive."""
+    best, least = np.zeros(X.shape[1]), float(y @ y)
+    scale = np.maximum(np.linalg.norm(X, axis=0), 1e-12)
+    for size in range(1, X.shape[1] + 1):
+        for columns in map(list, combinations(range(X.shape[1]), size)):
+            A = X[:, columns] / scale[columns]
+            w = np.linalg.solve(A.T @ A + 1e-6 * np.eye(size), A.T @ y)
+            error = float(((A @ w - y) ** 2).sum())
+            if (w >= 0).all() and error < least * (1 - 1e-4):
+                best, least = np.zeros(X.shape[1]), error
+                best[columns] = w / scale[columns]
+    return best
+
+
+class Depth:
+    """Chooses depths, step by step. most: num_speculative_tokens."""
+
+    def __init__(self, most: int):
+        self.most = most
+        self.steps = CostModel()
+        self.acceptance = Acceptance(0.7, fade=0.98)
+        self._passes: dict[int, deque[float]] = {}  # sequences in a draft's pass -> seconds of one pass
+        self._trials = [
+            most,
+            0,
+            1,
+            most,
+            0,
+            max(1, most // 2),
+            most,
+            0,
+        ]  # tried first, so that there is something to compare
+        self._level = 0.0  # drafts per sequence, last time
+        self._rest, self._rested = REST, 0
+        self._turn = 0
+
+    def observe_draft(self, sequences: int, passes: int, seconds: float) -> None:
+        """Drafting `passes` tokens for so many sequences took so long."""
+        self._passes.setdefault(sequences, deque(maxlen=MEMORY)).append(seconds / passes)
+
+    def pass_seconds(self, sequences: int) -> float:
+        """One more token for each of so many sequences: as measured for the nearest number of them."""
+        if not self._passes:
+            return 0.0
+        nearest = min(self._passes, key=lambda s: abs(math.log(s / sequences)))
+        return float(np.median(self._passes[nearest]))
+
+    def choose(self, rates: list[float], limits: list[int], others: int = 0) -> list[int]:
+        """Depths for sequences with these acceptance rates, at most `limits`; `others` more decode in the step.
+
+        Drafts are added in the order of the chance that they are reached and kept, as long as the expected tokens per
+        second of the whole step grow.
+        """
+        if self._trials and any(limits):
+            depth = self._trials.pop(0)
+            return [min(depth, limit) for limit in limits]
+        if not any(limits):
+            return [0] * len(limits)
+        S = len(limits)
+        sequence = np.repeat(np.arange(S), limits)
+        place = np.concatenate([np.arange(limit) for limit in limits]) + 1
+        gain = np.asarray(rates)[sequence] ** place
+        order = np.argsort(-gain, kind="stable")
+        tokens = S + others + np.concatenate([[0.0], gain[order].cumsum()])
+        passes = np.concatenate([[0], np.maximum.accumulate(place[order])])
+        n = S + others + np.arange(len(order) + 1)
+        speed = tokens / (self.steps.seconds(n) + passes * self.pass_seconds(S))
+        best, last = int(speed.argmax()), min(len(order), round(self._level * S))
+        if speed[best] < GAIN * speed[last]:
+            best = last
+        self._level = best / S
+        if best == 0:
+            return self._at_rest(limits)
+        self._rest, self._rested = REST, 0
+        return np.bincount(sequence[order[:best]], minlength=S).tolist()
+
+    def _at_rest(self, limits: list[int]) -> list[int]:
+        """No drafts; now and then a few for one sequence, ever more seldom, to learn whether things have changed."""
+        depths = [0] * len(limits)
+        self._rested += 1
+        if self._rested >= self._rest:
+            self._rested, self._rest = 0, min(2 * self._rest, LONGEST_REST)
+            self._turn += 1
+            able = [i for i, limit in enumerate(limits) if limit]
+            i = able[self._turn % len(able)]
+            depths[i] = min(limits[i], max(1, self.most // 2))
+        return depths
+
+    def skip(self) -> bool:
+        """A step without drafts that was not asked about. True."""
+        self._rested += 1
+        return True
+
+    @property
+    def resting(self) -> bool:
+        """Whether the next step will surely propose nothing, whatever this one's tokens are."""
+        return not self._trials and not self._level and self._rested + 1 < self._rest
