@@ -147,10 +147,11 @@ class BlockManager:
         for i in need.writers.tolist():
             chunk = chunks[i]
             self._copy_on_write(chunk, chunk.seq.row, chunk.start // self.block_size)
-        for i in np.flatnonzero(need.missing > 0).tolist():
-            row, have = chunks[i].seq.row, int(need.have[i])
-            for index in range(have, have + int(need.missing[i])):
-                self._append(chunks[i], row, index)
+        ends = need.have + need.missing
+        pages = [(i, at) for i in np.flatnonzero(need.missing > 0) for at in range(need.have[i], ends[i])]
+        # Those of drafts come last, so that `rollback` leaves no trace of them.
+        for i, at in sorted(pages, key=lambda p: p[1] >= self.blocks_for(chunks[p[0]].seq.num_tokens)):
+            self._append(chunks[i], int(at))
         self._chunks.extend(chunks)
         self._slots = None
         return True
@@ -253,8 +254,8 @@ class BlockManager:
             src = f"{__name__}:BlockManager._copy_on_write#others-own-it-too"
             self.trace.emit("cow", src, seq=chunk.seq.seq_id, index=index, old=old, new=new)
 
-    def _append(self, chunk: Chunk, row: int, index: int) -> None:
-        block = self.pool.take()
+    def _append(self, chunk: Chunk, index: int) -> None:
+        row, block = chunk.seq.row, self.pool.take()
         self.tables[row, index] = block
         self.drafted[block] = 0
         self.lengths[row] = index + 1

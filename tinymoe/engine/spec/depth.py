@@ -11,9 +11,7 @@ from itertools import combinations
 
 import numpy as np
 
-MEMORY = (
-    7  # times that are remembered for each number of tokens; their median counts, since a clock errs upwards
-)
+MEMORY = 8  # times remembered for each number of tokens; their lower quartile counts: a clock errs upwards
 GAIN = 1.03  # a change of depth must promise 3 % more tokens per second
 REST, LONGEST_REST = 24, 384  # steps between two looks at whether speculation would pay, while it does not
 FADE = 0.9  # weight of a request's last draft against the one after it
@@ -45,32 +43,40 @@ class CostModel:
         self._seconds: dict[int, deque[float]] = {}
         self._experts: dict[int, float] = {}
         self.a, self.b, self.c = 0.0, 0.0, 0.0
-        self._n = self._t = self._u = np.zeros(0)
+        self._new = 0  # times since the last fit
+        self._n = self._t = self._u = self._off = np.zeros(0)
 
     def __len__(self) -> int:
         return len(self._seconds)
 
     def observe(self, n: int, experts: float, seconds: float) -> None:
         """A step of n tokens visited so many distinct experts (summed over layers) and took so long."""
+        if len(self._n) > 2:  # somebody else's work on this machine says nothing about ours
+            seconds = min(seconds, 2 * float(self.seconds(np.array([n]))[0]))
         known = self._seconds.setdefault(n, deque(maxlen=MEMORY))
-        known.append(seconds)
+        known.append(max(seconds, 1e-9))
         self._experts[n] = experts if len(known) == 1 else 0.8 * self._experts[n] + 0.2 * experts
-        self._fit()
+        self._new += 1
+        if len(known) == 1 or self._new >= MEMORY:
+            self._new = 0
+            self._fit()
 
     def _fit(self) -> None:
         self._n = np.array(sorted(self._seconds), dtype=float)
-        self._u = np.maximum.accumulate([self._experts[int(n)] for n in self._n])
-        self._t = np.array([float(np.median(self._seconds[int(n)])) for n in self._n])
-        weight = np.array([math.sqrt(len(self._seconds[int(n)])) for n in self._n])
-        X = np.stack([np.ones_like(self._n), self._u, self._n], 1) * weight[:, None]
-        self.a, self.b, self.c = _least_squares(X, self._t * weight).tolist()
+        self._u = np.array([self._experts[int(n)] for n in self._n])
+        self._t = np.array([_low(self._seconds[int(n)]) for n in self._n])
+        count = np.array([len(self._seconds[int(n)]) for n in self._n])
+        X, weight = np.stack([np.ones_like(self._n), self._u, self._n], 1), np.sqrt(count) / self._t
+        w = _least_squares(X * weight[:, None], self._t * weight)
+        self.a, self.b, self.c = w.tolist()
+        self._off = (self._t - X @ w) * count / (count + 2)  # little is believed of one time alone
 
     def experts(self, n: np.ndarray) -> np.ndarray:
         """U(n): measured, between measurements on a line, beyond them with the last slope in log n."""
         if len(self._n) < 2:
             return np.full(len(n), self._u[0] if len(self._u) else 0.0)
         x, known = np.log(n), np.log(self._n)
-        slope = (self._u[-1] - self._u[-2]) / (known[-1] - known[-2])
+        slope = max(0.0, self._u[-1] - self._u[-2]) / (known[-1] - known[-2])
         return np.interp(x, known, self._u) + slope * np.maximum(0, x - known[-1])
 
     def seconds(self, n: np.ndarray) -> np.ndarray:
@@ -78,8 +84,11 @@ class CostModel:
         line = self.a + self.b * self.experts(n) + self.c * n
         if not len(self._n):
             return line
-        off = self._t - (self.a + self.b * self._u + self.c * self._n)
-        return np.maximum(line + np.interp(n, self._n, off), 1e-9)
+        return np.maximum(line + np.interp(n, self._n, self._off), 1e-9)
+
+
+def _low(times: deque[float]) -> float:
+    return sorted(times)[(len(times) - 1) // 4]
 
 
 def _least_squares(X: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -114,7 +123,7 @@ class Depth:
             max(1, most // 2),
             most,
             0,
-        ]  # tried first, so that there is something to compare
+        ]  # first, to have something to compare
         self._level = 0.0  # drafts per sequence, last time
         self._rest, self._rested = REST, 0
         self._turn = 0
@@ -128,7 +137,7 @@ class Depth:
         if not self._passes:
             return 0.0
         nearest = min(self._passes, key=lambda s: abs(math.log(s / sequences)))
-        return float(np.median(self._passes[nearest]))
+        return _low(self._passes[nearest])
 
     def choose(self, rates: list[float], limits: list[int], others: int = 0) -> list[int]:
         """Depths for sequences with these acceptance rates, at most `limits`; `others` more decode in the step.
@@ -136,8 +145,8 @@ class Depth:
         Drafts are added in the order of the chance that they are reached and kept, as long as the expected tokens per
         second of the whole step grow.
         """
-        if self._trials and any(limits):
-            depth = self._trials.pop(0)
+        if any(limits) and (self._trials or not len(self.steps)):
+            depth = self._trials.pop(0) if self._trials else self.most
             return [min(depth, limit) for limit in limits]
         if not any(limits):
             return [0] * len(limits)

@@ -242,7 +242,11 @@ class Speculator:
         experts, self._visited = visited - self._visited, visited
         if self._verifying is not None:
             self.metrics.verify_experts += experts
-        if self._began is not None and all(c.samples and c.start >= c.seq.num_prompt_tokens for c in chunks):
+        if (
+            self.adaptive
+            and self._began is not None
+            and all(c.samples and c.start >= c.seq.num_prompt_tokens for c in chunks)
+        ):
             seconds = self.clock() - self._began - self._drafting
             self.depth.steps.observe(tokens, experts, seconds)
         self._began = self._verifying = None
