@@ -1,0 +1,403 @@
+"""How many tokens are proposed: cost model, acceptance, and choices, by an injected clock; and what a configuration may say."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import GREEDY, cases, engine, finish, model, seeded, tokens_of
+
+from tinymoe.core.config import EngineConfig, SpeculativeConfig
+from tinymoe.core.model_config import ConfigError, LayerConfig, ModelConfig
+from tinymoe.core.params import SamplingParams
+from tinymoe.engine.engine import Engine
+from tinymoe.engine.intake import RequestError
+from tinymoe.engine.spec.depth import GAIN, LONGEST_REST, REST, Acceptance, CostModel, Depth
+from tinymoe.engine.spec.ngram import Lookup, NgramDrafter
+from tinymoe.model.decoder import Decoder
+
+A, B, C = 0.004, 0.0002, 0.0005
+
+
+def visits(n, experts=64, k=6):
+    """Distinct experts that n tokens with independent uniform choices visit: the closed form, made up for these tests."""
+    return experts * (1 - (1 - k / experts) ** n)
+
+
+def taught(cost=lambda n: A + B * visits(n) + C * n, sizes=(1, 2, 3, 5, 9, 17), times=8):
+    steps = CostModel()
+    for _ in range(times):
+        for n in sizes:
+            steps.observe(n, visits(n), cost(n))
+    return steps
+
+
+def test_the_cost_model_finds_the_three_costs():
+    steps = taught()
+    assert (steps.a, steps.b, steps.c) == pytest.approx((A, B, C), rel=0.02)
+    n = np.array([1, 4, 9, 13])
+    assert steps.seconds(n) == pytest.approx(A + B * visits(n) + C * n, rel=0.05)
+
+
+def test_costs_are_never_negative():
+    steps = taught(lambda n: 0.01 - 0.0001 * n)
+    assert min(steps.a, steps.b, steps.c) >= 0
+
+
+def test_a_dense_model_visits_nothing_and_is_fitted_all_the_same():
+    steps = CostModel()
+    for n in (1, 2, 4, 8) * 8:
+        steps.observe(n, 0, A + C * n)
+    assert (steps.a, steps.b, steps.c) == pytest.approx((A, 0, C), rel=0.02)
+
+
+def test_a_neighbour_that_steals_the_machine_for_a_while_changes_little():
+    steps, noise = CostModel(), np.random.default_rng(1)
+    for i in range(400):
+        n = (1, 2, 3, 5, 9)[i % 5]
+        steps.observe(n, visits(n), (A + B * visits(n) + C * n) * (100 if noise.random() < 0.15 else 1))
+    n = np.array([1, 2, 5, 9])
+    assert steps.seconds(n) == pytest.approx(A + B * visits(n) + C * n, rel=0.1)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.8, 1.0])
+def test_acceptance_comes_to_what_is_true(rate):
+    generator, one = np.random.default_rng(2), Acceptance(0.5, fade=0.99)
+    for _ in range(600):
+        accepted = 0
+        while accepted < 4 and generator.random() < rate:
+            accepted += 1
+        one.count(accepted, 4)
+    assert one.rate == pytest.approx(min(rate, 0.99), abs=0.06)
+
+
+def test_little_evidence_leaves_the_prior():
+    one = Acceptance(0.7)
+    assert one.rate == pytest.approx(0.7)
+    one.count(0, 4)
+    assert 0.5 < one.rate < 0.7
+
+
+# Choices
+
+
+def chooser(most=6, pass_seconds=0.0005, sizes=range(1, 70), cost=None):
+    depth = Depth(most)
+    depth.steps = taught(sizes=sizes) if cost is None else taught(cost, sizes)
+    depth._trials = []
+    for _ in range(4):
+        depth.observe_draft(1, 2, 2 * pass_seconds)
+    return depth
+
+
+def best(rate, requests, most, pass_seconds, cost=lambda n: A + B * visits(n) + C * n):
+    """Expected tokens per second of each depth, by the formula of Leviathan et al."""
+    depths = np.arange(most + 1)
+    tokens = requests * (1 - rate ** (depths + 1)) / (1 - rate)
+    return tokens / (cost(requests * (depths + 1)) + depths * pass_seconds)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.4, 0.7, 0.9])
+@pytest.mark.parametrize("requests", [1, 4, 8])
+@pytest.mark.parametrize("pass_seconds", [0.0001, 0.001, 0.004])
+def test_the_choice_is_as_good_as_the_best_fixed_depth(rate, requests, pass_seconds):
+    depths = chooser(pass_seconds=pass_seconds).choose([rate] * requests, [6] * requests)
+    speed = best(rate, requests, 6, pass_seconds)
+    n = requests + sum(depths)
+    tokens = requests + sum(rate**i for d in depths for i in range(1, d + 1))
+    mine = tokens / (A + B * visits(n) + C * n + max(depths) * pass_seconds)
+    assert mine >= speed.max() / GAIN * 0.98
+
+
+def test_where_it_cannot_pay_nothing_is_proposed():
+    assert chooser(pass_seconds=0.02).choose([0.5], [6]) == [0]
+    assert chooser(cost=lambda n: 0.005 * n).choose([0.9], [6]) == [0]  # n tokens cost n steps
+    assert chooser(cost=lambda n: 0.005 + 0 * n).choose([0.95], [6]) == [6]  # tokens are free
+
+
+def test_requests_that_are_guessed_well_get_more():
+    depths = chooser().choose([0.95, 0.05, 0.6], [6, 6, 6])
+    assert depths[0] > depths[2] >= depths[1]
+
+
+def test_limits_hold():
+    assert chooser(cost=lambda n: 0.005 + 0 * n).choose([0.95, 0.95], [2, 0]) == [2, 0]
+
+
+def test_a_small_gain_changes_nothing():
+    """Near the point where two depths are equal, times that flutter do not make it jump."""
+    depth = chooser(cost=lambda n: 0.004 + 0.0015 * n)
+    first = depth.choose([0.6], [6])
+    for rate in (0.59, 0.61, 0.595, 0.605) * 4:
+        assert depth.choose([rate], [6]) == first
+
+
+def test_while_it_rests_it_looks_up_ever_more_seldom():
+    depth = chooser(pass_seconds=0.02)
+    looked = [step for step in range(3000) if depth.choose([0.5], [6]) != [0]]
+    gaps = np.diff(looked)
+    assert looked[0] == REST - 1
+    assert (np.diff(gaps) >= 0).all()
+    assert gaps[-1] == LONGEST_REST
+    assert len(looked) < 3000 / LONGEST_REST + 6
+
+
+def test_it_wakes_up_when_drafts_become_good():
+    depth = chooser(pass_seconds=0.001)
+    assert depth.choose([0.05], [6]) == [0]
+    assert depth.choose([0.9], [6])[0] > 1
+
+
+# Through the engine, on a clock of its own
+
+
+class Clock:
+    """Every forward pass takes what the test says; nothing else takes time."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def charge(self, one, step_cost, pass_cost):
+        run, draft = one.runner.run, one.spec.proposer.drafter._run
+
+        def running(batch, blocks):
+            self.now += step_cost(len(batch.token_ids))
+            return run(batch, blocks)
+
+        def drafting(parts):
+            self.now += pass_cost
+            return draft(parts)
+
+        one.runner.run, one.spec.proposer.drafter._run = running, drafting
+
+
+def timed(step_cost, pass_cost, requests=4, adaptive=True, draft="itself", depth=4):
+    """Seconds on the clock for some long greedy answers, and the engine."""
+    clock, target = Clock(), model("moe")
+    spec = {"method": "draft_model", "model": "x", "num_speculative_tokens": depth, "adaptive": adaptive}
+    drafts = {"itself": target, "bad": Decoder(target.config).init_weights(0.3, seed=77).eval()}
+    config = EngineConfig(max_model_len=128, speculative_config=spec if depth else None)
+    one = Engine(target, config, draft=drafts[draft] if depth else None, clock=clock)
+    if depth:
+        clock.charge(one, step_cost, pass_cost)
+    else:
+        run = one.runner.run
+        one.runner.run = lambda batch, blocks: (
+            clock.__dict__.update(now=clock.now + step_cost(len(batch.token_ids))),
+            run(batch, blocks),
+        )[1]
+    for i in range(requests):
+        one.add_request(str(i), cases("moe")[i].prompt, GREEDY.clone(max_tokens=85))
+    out = finish(one)
+    return clock.now, one, {key: tokens_of(o) for key, o in out.items()}
+
+
+SITUATIONS = {
+    "tokens are free": (lambda n: 0.005 + 1e-6 * n, 0.0005, "itself"),
+    "tokens are dear": (lambda n: 0.0005 + 0.006 * n, 0.002, "itself"),
+    "the draft is dear": (lambda n: 0.005 + 0.0002 * n, 0.03, "itself"),
+    "the draft is bad": (lambda n: 0.005 + 0.002 * n, 0.001, "bad"),
+}
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("requests", [1, 4])
+def test_adaptive_depth_is_nearly_as_good_as_the_better_of_all_and_none(situation, requests):
+    step_cost, pass_cost, draft = SITUATIONS[situation]
+    off, _, wanted = timed(step_cost, pass_cost, requests, depth=0)
+    fixed, _, got = timed(step_cost, pass_cost, requests, adaptive=False, draft=draft)
+    seconds, one, also = timed(step_cost, pass_cost, requests, draft=draft)
+    assert wanted == got == also
+    # A short life: the trials at its start (five with drafts, three without) weigh more here than in a long one.
+    plain = step_cost(requests)
+    trials = 5 * max(0.0, step_cost(5 * requests) + 4 * pass_cost - plain) + 3 * plain
+    assert seconds <= min(off, fixed) * 1.06 + trials
+    assert (fixed < off) == (situation == "tokens are free")
+    if situation == "tokens are free":
+        assert one.metrics.steps < 40
+
+
+def test_what_is_counted():
+    _, one, _ = timed(*SITUATIONS["tokens are free"][:2], adaptive=False)
+    m = one.get_metrics()
+    assert m["acceptance_rate"] == 1.0 == m["acceptance_at"][0]
+    assert m["tokens_per_verify"] > 4
+    assert m["drafts_at"][0] == m["verifications"]
+    assert sum(m["drafts_at"]) == m["draft_tokens"]
+    assert sum(m["accepted_at"]) == m["accepted_tokens"]
+    assert m["verified_tokens"] == m["accepted_tokens"] + m["verifications"]
+    assert m["generation_tokens"] == m["verified_tokens"] + 4  # the first token of each follows its prompt
+    assert 2 * 2 <= m["experts_per_verify"] <= 2 * 5
+    assert m["draft_seconds"] > 0
+    plain = engine("moe").get_metrics()
+    assert (plain["draft_tokens"], plain["acceptance_rate"], plain["acceptance_at"]) == (0, 0.0, [])
+
+
+def test_drafts_and_verdicts_are_told():
+    spec = {"method": "self", "num_speculative_tokens": 3, "adaptive": False}
+    one = engine("moe", speculative_config=spec)
+    with one.trace.record() as events:
+        one.add_request("greedy", cases("moe")[2].prompt, GREEDY)
+        one.add_request("drawn", cases("moe")[3].prompt, seeded(1))
+        finish(one)
+    said = {(e.seq, e.position, e.step): e for e in events.of("draft")}
+    verdicts = events.of("verify")
+    assert len(said) == one.metrics.draft_tokens
+    assert sum(e.accepted for e in verdicts) == one.metrics.accepted_tokens > 0
+    assert not all(e.accepted for e in verdicts)
+    samples = {(e.seq, e.position): e.token for e in events.of("sample")}
+    for e in verdicts:
+        assert said[e.seq, e.position, e.step].token == e.token
+        assert said[e.seq, e.position, e.step].q == e.q
+        assert 0 <= e.p <= 10**6
+        if e.accepted:
+            assert samples[e.seq, e.position] == e.token
+    rejected = [e for e in verdicts if not e.accepted]
+    undone = {(e.seq, e.step): e.start for e in events.of("undo")}
+    for e in rejected:
+        assert undone[e.seq, e.step] == e.position
+    assert all(samples[e.seq, e.position] != e.token for e in rejected)
+
+
+# Lookup
+
+
+def test_lookup_repeats_what_followed_last_time():
+    lookup = Lookup(2, 3)
+    assert lookup.propose([1, 2, 3, 9, 1, 2], 3) == [3, 9, 1]
+    assert lookup.propose([1, 2, 3, 9, 1, 2, 4, 1, 2], 5) == [4, 1, 2]  # the latest, not the first
+    assert lookup.propose([1, 2, 3, 9, 1, 2, 4, 1, 2, 3, 9], 2) == [1, 2]
+    assert lookup.propose([1, 2, 3, 9, 1, 2, 4, 1, 2, 3, 9, 7], 2) == []
+
+
+def test_lookup_prefers_the_longest_run():
+    assert Lookup(1, 3).propose([5, 6, 7, 8, 0, 7, 9, 5, 6, 7], 1) == [8]
+    assert Lookup(1, 1).propose([5, 6, 7, 8, 0, 7, 9, 5, 6, 7], 1) == [9]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lookup_agrees_with_a_search(seed):
+    generator = torch.Generator().manual_seed(seed)
+    ids, lookup = torch.randint(4, (60,), generator=generator).tolist(), Lookup(2, 4)
+    for length in range(1, 61):
+        known, wanted = ids[:length], []
+        for n in (4, 3, 2):
+            ends = [e for e in range(n, length) if known[e - n : e] == known[length - n :]]
+            if length >= n and ends:
+                wanted = known[ends[-1] : ends[-1] + 3]
+                break
+        assert lookup.propose(known, 3) == wanted
+
+
+def test_lookups_of_those_that_are_gone_are_forgotten():
+    drafter = NgramDrafter(1, 2)
+    one = engine("moe")
+    for i in range(40):
+        one.add_request(str(i), [1, 2, 1], GREEDY)
+    seqs = [r.sequences[0] for r in one._requests.values()]
+    for seq in seqs:
+        drafter.propose(seq, 2)
+    drafter.keep({seqs[0].seq_id})
+    assert set(drafter._lookups) == {seqs[0].seq_id}
+
+
+# Configuration
+
+GOOD = {"method": "ngram", "num_speculative_tokens": 3}
+REFUSED = [
+    ("ngram", "speculative_config must be a dict or None, got 'ngram'"),
+    ({"num_speculative_tokens": 3}, "speculative_config needs method"),
+    ({"method": "ngram"}, "speculative_config needs num_speculative_tokens"),
+    ({**GOOD, "draft": 3}, "speculative_config has no option 'draft'; known: method, num_speculative_tokens"),
+    ({**GOOD, "method": "eagle"}, "method must be 'draft_model' or 'ngram' or 'self', got 'eagle'"),
+    ({**GOOD, "method": ["self"]}, "method must be"),
+    ({**GOOD, "acceptance": "lossy"}, "acceptance must be 'exact' or 'coupled', got 'lossy'"),
+    ({**GOOD, "num_speculative_tokens": 0}, "num_speculative_tokens must be an int of at least 1, got 0"),
+    ({**GOOD, "num_speculative_tokens": True}, "num_speculative_tokens must be an int of at least 1"),
+    ({**GOOD, "num_speculative_tokens": 2.0}, "num_speculative_tokens must be an int of at least 1"),
+    ({**GOOD, "adaptive": 1}, "adaptive must be True or False, got 1"),
+    ({**GOOD, "model": "quintet-draft"}, "model belongs to method 'draft_model', and the method is 'ngram'"),
+    ({**GOOD, "num_experts_per_tok": 1}, "num_experts_per_tok belongs to method 'self'"),
+    ({**GOOD, "method": "self", "prompt_lookup_max": 4}, "prompt_lookup_max belongs to method 'ngram'"),
+    (
+        {**GOOD, "method": "self", "num_experts_per_tok": 0},
+        "num_experts_per_tok must be an int of at least 1",
+    ),
+    (
+        {**GOOD, "prompt_lookup_max": 2, "prompt_lookup_min": 3},
+        "prompt_lookup_min (3) exceeds prompt_lookup_max (2)",
+    ),
+    ({**GOOD, "prompt_lookup_max": "2"}, "prompt_lookup_max must be an int of at least 1, got '2'"),
+    ({**GOOD, "method": "draft_model"}, "model must be the draft's name or folder, got None"),
+    ({**GOOD, "method": "draft_model", "model": 7}, "model must be the draft's name or folder, got 7"),
+]
+
+
+@pytest.mark.parametrize(("value", "message"), REFUSED, ids=[m for _, m in REFUSED])
+def test_what_is_refused(value, message):
+    with pytest.raises(ConfigError) as error:
+        EngineConfig(speculative_config=value)
+    assert message in str(error.value)
+
+
+def test_what_a_dict_means():
+    assert EngineConfig(speculative_config=GOOD).speculation == SpeculativeConfig(
+        method="ngram", num_speculative_tokens=3, prompt_lookup_max=4, prompt_lookup_min=2
+    )
+    alone = SpeculativeConfig.of({"model": "quintet-draft", "num_speculative_tokens": 2})
+    assert (alone.method, alone.acceptance, alone.adaptive) == ("draft_model", "exact", True)
+    assert SpeculativeConfig.of({**GOOD, "prompt_lookup_max": 1}).prompt_lookup_min == 1
+    assert SpeculativeConfig.of({**GOOD, "prompt_lookup_min": 7}).prompt_lookup_max == 7
+    assert SpeculativeConfig.of({**GOOD, "method": "self"}).num_experts_per_tok == 1
+    assert EngineConfig().speculation is None
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "2", True])
+def test_a_request_says_how_many_it_wants(value):
+    with pytest.raises(ConfigError, match="num_speculative_tokens must be None or an int of at least 0"):
+        SamplingParams(num_speculative_tokens=value)
+
+
+def test_a_request_cannot_want_more_than_the_engine_has():
+    for one, most in ((engine("moe"), 0), (engine("moe", speculative_config=GOOD), 3)):
+        with pytest.raises(
+            RequestError, match=rf"num_speculative_tokens \(4\) exceeds the engine's \({most}\)"
+        ):
+            one.add_request("r", [1], GREEDY.clone(num_speculative_tokens=4))
+        one.add_request("none", [1], GREEDY.clone(num_speculative_tokens=0))
+        finish(one)
+
+
+def draft_of(**changes):
+    base = {"model_type": "random", "vocab_size": 61, "hidden_size": 16, "num_attention_heads": 2}
+    base |= {"num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 128}
+    return Decoder(ModelConfig(**base | changes, layers=(LayerConfig(intermediate_size=16),))).init_weights()
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        (draft_of(vocab_size=62), "the draft model has 62 token ids, the model has 61"),
+        (
+            draft_of(max_position_embeddings=64),
+            "the draft model was built for 64 tokens, and max_model_len is 128",
+        ),
+        (None, "needs the draft's Decoder"),
+    ],
+)
+def test_a_draft_that_does_not_fit_is_refused(draft, message):
+    spec = {"method": "draft_model", "model": "x", "num_speculative_tokens": 2}
+    with pytest.raises(ConfigError) as error:
+        Engine(model("moe"), EngineConfig(max_model_len=128, speculative_config=spec), draft=draft)
+    assert message in str(error.value)
+
+
+def test_the_drafts_cache_is_paid_for():
+    spec = {"method": "draft_model", "model": "x", "num_speculative_tokens": 2}
+    options = {"max_model_len": 128, "kv_cache_bytes": 100_000, "block_size": 4}
+    plain = engine("moe", **options)
+    one = Engine(model("moe"), EngineConfig(**options, speculative_config=spec), draft=draft_of())
+    per_token = model("moe").config.kv_elements_per_token
+    share = per_token / (per_token + draft_of().config.kv_elements_per_token)
+    assert one.blocks.pool.num_blocks == pytest.approx(plain.blocks.pool.num_blocks * share, abs=1)
