@@ -74,40 +74,101 @@ def engine_cpu() -> str:
 def gpu_note(name: str) -> str:
     body = read_results(RESULTS / f"{name}.json")
     limits, versions = body["ceilings"], body["versions"]
+    can = ""
+    if limits:
+        copy, rate = limits["copy_bytes_per_s"] / 1e12, limits["bf16_flops"] / 1e12
+        can = f" (copy {copy:.2f} TB/s, bfloat16 {rate:.0f} TFLOP/s in the same run)"
     return (
-        f"Recorded {body['date'][:10]} on one {body['machine']['gpu']} (copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s, bfloat16 "
-        f"{limits['bf16_flops'] / 1e12:.0f} TFLOP/s in the same run), torch {versions['torch']}, triton {versions['triton']}, "
-        f"by `{body['command']}`. Every figure: [{name}.json](book/results/{name}.json)."
+        f"Recorded {body['date'][:10]} on one {body['machine']['gpu']}{can}, torch {versions['torch']}, triton {versions['triton']}"
+        + (f", vLLM {versions['vllm']}" if "vllm" in versions else "")
+        + f", by `{body['command']}`. Every figure: [{name}.json](book/results/{name}.json)."
     )
 
 
 def moe_h200() -> str:
-    """One MoE layer: microseconds, times faster than torch's grouped products, share of the roofline."""
+    """One MoE layer: microseconds, times faster than vLLM's kernels and torch's grouped products, share of the roofline."""
     rows = read_results(RESULTS / "moe_h200.json")["rows"]
     cells = {}
     for r in rows:
-        us, peer = r["us"]["median"], r["peers"]["torch_grouped"]["median"]
-        cells[r["shape"], r["tokens"]] = f"{us:,.0f} ({peer / us:.1f}×, {r['roofline_us'] / us:.0%})"
+        us = r["us"]["median"]
+        vllm, grouped = (r["peers"][peer]["median"] / us for peer in ("vllm_triton", "torch_grouped"))
+        cells[r["shape"], r["tokens"]] = (
+            f"{us:,.0f} ({vllm:.2f}×, {grouped:.1f}×, {r['roofline_us'] / us:.0%})"
+        )
     shapes, tokens = list(dict.fromkeys(s for s, _ in cells)), sorted({t for _, t in cells})
     table = markdown(["tokens", *shapes], [[f"{t:,}", *(cells[s, t] for s in shapes)] for t in tokens])
     return f"{table}\n\n{gpu_note('moe_h200')}"
 
 
 def attention_h200() -> str:
-    """Attention with 32 query and 8 key/value heads: microseconds, and torch's own on contiguous keys and values."""
+    """Attention with 32 query and 8 key/value heads: microseconds, and FlashAttention-3's over the same pages."""
     body = read_results(RESULTS / "attention_h200.json")
     rows = [
         [
             f"{r['kind']}, {r['batch']} × {r['context']:,}",
             f"{r['us']['median']:,.0f}",
+            f"{r['peers']['fa3']['median']:,.0f}",
             f"{r['peers']['torch_sdpa_contiguous']['median']:,.0f}",
             f"{r['bound_us'] / r['us']['median']:.0%}",
         ]
         for r in body["rows"]
         if (r["heads"], r["kv_heads"]) == (32, 8)
     ]
-    head = ["batch × context", "tinymoe, paged, µs", "torch, contiguous, µs", "of the bound"]
+    head = [
+        "batch × context",
+        "tinymoe, paged, µs",
+        "FlashAttention-3, paged, µs",
+        "torch, contiguous, µs",
+        "of the bound",
+    ]
     return f"{markdown(head, rows)}\n\n{gpu_note('attention_h200')}"
+
+
+def e2e_h200() -> str:
+    """The whole engine: output tokens a second beside vLLM's, by model and workload, and the modes that cost some."""
+    rows = read_results(RESULTS / "e2e_h200.json")["rows"]
+    modes = {(r["model"], r["requests"], r["in"], r["mode"]): r["tok_s"] for r in rows}
+    shown = []
+    for r in rows:
+        if r["mode"] == "default":
+            key, peer = (r["model"], r["requests"], r["in"]), r["peers"]["vllm"]
+            others = [modes.get((*key, mode)) for mode in ("sync", "invariant")]
+            shown.append(
+                [
+                    f"{r['model']}, {r['requests']:,} × ({r['in']:,} + {r['out']})",
+                    f"{r['tok_s']:,.0f}",
+                    f"{peer:,.0f}",
+                    f"{r['tok_s'] / peer:.2f}",
+                    *("" if other is None else f"{other:,.0f}" for other in others),
+                    f"{r['distinct_experts']:.0f}",
+                ]
+            )
+    head = [
+        "model, requests × (in + out)",
+        "tinymoe",
+        "vLLM",
+        "ratio",
+        "step by step",
+        "batch_invariant",
+        "experts",
+    ]
+    return f"{markdown(head, shown)}\n\n{gpu_note('e2e_h200')}"
+
+
+def selection_h200() -> str:
+    """Mean regret of ways to choose an expert path, against the best path of every step."""
+    body = read_results(RESULTS / "selection_h200.json")
+    rows = [
+        [
+            r["policy"],
+            *(f"{100 * r[key]:.1f} %" for key in ("mean_regret", "p95_regret", "worst_regret")),
+            f"{100 * r['against_best_single']:+.1f} %",
+        ]
+        for r in (*body["rows"], *body["controls"])
+        if r["kind"] == "regret"
+    ]
+    head = ["policy", "mean regret", "95th percentile", "worst", "time against the best single path"]
+    return f"{markdown(head, rows)}\n\n{gpu_note('selection_h200')}"
 
 
 def card() -> str:
@@ -141,6 +202,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine_cpu": engine_cpu,
     "moe_h200": moe_h200,
     "attention_h200": attention_h200,
+    "e2e_h200": e2e_h200,
+    "selection_h200": selection_h200,
     "card": card,
     "core_loop": core_loop,
 }
