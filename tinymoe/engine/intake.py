@@ -197,8 +197,11 @@ def _integers(value: Any) -> list[int]:
             f"prompt_token_ids must be a list of ints or a 1-d array, got an array of shape {tuple(value.shape)}: "
             "give the rows as a list of prompts"
         )
+    items = value.tolist() if hasattr(value, "ndim") else list(value)
+    if set(map(type, items)) <= {int}:  # the usual case, and half a million ids are not rare
+        return items
     try:
-        return [_integer(i) for i in (value.tolist() if hasattr(value, "ndim") else value)]
+        return [_integer(i) for i in items]
     except TypeError as error:
         raise RequestError(
             f"prompt_token_ids must be a list of ints, got {brief(value)}: {A_PROMPT}"
