@@ -73,7 +73,7 @@ def test_little_evidence_leaves_the_prior():
     one = Acceptance(0.7)
     assert one.rate == pytest.approx(0.7)
     one.count(0, 4)
-    assert 0.5 < one.rate < 0.7
+    assert 0.4 < one.rate < 0.7
 
 
 # Choices

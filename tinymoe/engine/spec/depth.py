@@ -14,7 +14,8 @@ import numpy as np
 MEMORY = 8  # times remembered for each number of tokens; their lower quartile counts: a clock errs upwards
 GAIN = 1.03  # a change of depth must promise 3 % more tokens per second
 REST, LONGEST_REST = 24, 384  # steps between two looks at whether speculation would pay, while it does not
-FADE = 0.9  # weight of a request's last draft against the one after it
+FADE = 0.85  # weight of an examined draft against the next one: easy and hard stretches of a text take turns
+REFIT = 24  # times between two fits
 
 
 class Acceptance:
@@ -22,14 +23,15 @@ class Acceptance:
 
     __slots__ = ("fade", "kept", "prior", "seen", "weight")
 
-    def __init__(self, prior: float, weight: float = 4.0, fade: float = FADE):
+    def __init__(self, prior: float, weight: float = 2.0, fade: float = FADE):
         self.prior, self.weight, self.fade = prior, weight, fade
         self.kept = self.seen = 0.0
 
     def count(self, accepted: int, drafted: int) -> None:
         """Of `drafted` tokens the first `accepted` were kept; the one behind them, if any, is the last that was examined."""
-        self.kept = self.fade * self.kept + accepted
-        self.seen = self.fade * self.seen + min(accepted + 1, drafted)
+        for place in range(min(accepted + 1, drafted)):
+            self.kept = self.fade * self.kept + (place < accepted)
+            self.seen = self.fade * self.seen + 1
 
     @property
     def rate(self) -> float:
@@ -51,13 +53,11 @@ class CostModel:
 
     def observe(self, n: int, experts: float, seconds: float) -> None:
         """A step of n tokens visited so many distinct experts (summed over layers) and took so long."""
-        if len(self._n) > 2:  # somebody else's work on this machine says nothing about ours
-            seconds = min(seconds, 2 * float(self.seconds(np.array([n]))[0]))
         known = self._seconds.setdefault(n, deque(maxlen=MEMORY))
         known.append(max(seconds, 1e-9))
         self._experts[n] = experts if len(known) == 1 else 0.8 * self._experts[n] + 0.2 * experts
         self._new += 1
-        if len(known) == 1 or self._new >= MEMORY:
+        if len(known) < 4 or self._new >= REFIT:
             self._new = 0
             self._fit()
 
@@ -112,7 +112,7 @@ class Depth:
     def __init__(self, most: int):
         self.most = most
         self.steps = CostModel()
-        self.acceptance = Acceptance(0.7, fade=0.98)
+        self.acceptance = Acceptance(0.7, fade=0.99)
         self._passes: dict[int, deque[float]] = {}  # sequences in a draft's pass -> seconds of one pass
         self._trials = [
             most,
@@ -126,6 +126,7 @@ class Depth:
         ]  # first, to have something to compare
         self._level = 0.0  # drafts per sequence, last time
         self._rest, self._rested = REST, 0
+        self._rates: list[float] = []
         self._turn = 0
 
     def observe_draft(self, sequences: int, passes: int, seconds: float) -> None:
@@ -150,6 +151,9 @@ class Depth:
             return [min(depth, limit) for limit in limits]
         if not any(limits):
             return [0] * len(limits)
+        if not self._level and self._rested % 4 and rates == self._rates:
+            return self._at_rest(limits)  # little can have changed
+        self._rates = rates
         S = len(limits)
         sequence = np.repeat(np.arange(S), limits)
         place = np.concatenate([np.arange(limit) for limit in limits]) + 1
