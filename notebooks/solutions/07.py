@@ -20,6 +20,12 @@ def sort_pairs(ids, num_experts, block_m):
         tiles += [(expert, row) for row in range(offsets[expert], offsets[expert + 1], block_m)]
     return order, offsets, tiles
 """,
+    "07.2": """
+def choose(tokens, num_experts, top_k):
+    if tokens * top_k <= num_experts:  # hardly any expert is visited twice: nothing to gain by sorting
+        return "few"
+    return "grouped16" if tokens * top_k <= 6 * num_experts else "grouped64"
+""",
 }
 
 START = """
@@ -70,5 +76,25 @@ WRONG = {
     tiles = [(e, row) for e in range(num_experts) for row in range(offsets[e], offsets[e + 1], block_m)]
     return order, offsets[:-1], tiles
 """,
+    ],
+    "07.2": [
+        # one path for all, the one that invariant mode takes
+        "def choose(tokens, num_experts, top_k): return 'grouped64'",
+        # never sorts: each pair reads its expert's weights anew
+        "def choose(tokens, num_experts, top_k): return 'few' if tokens <= 64 else 'grouped64'",
+        # always sorts, and thinks of small tiles only
+        "def choose(tokens, num_experts, top_k): return 'few' if tokens <= 8 else 'grouped16'",
+        # large tiles as soon as anything is sorted: most of their rows are empty then
+        "def choose(tokens, num_experts, top_k): return 'few' if tokens <= 8 else 'grouped64'",
+        # all experts on all tokens: arithmetic grows with tokens * experts
+        "def choose(tokens, num_experts, top_k): return 'few' if tokens <= 8 else 'dense64'",
+        # counts tokens where an expert's rows are meant
+        """
+def choose(tokens, num_experts, top_k):
+    rows = tokens
+    return "few" if rows <= 1 else "grouped16" if rows <= 6 else "grouped64"
+""",
+        # a regime, not a path
+        "def choose(tokens, num_experts, top_k): return 'few' if tokens <= 8 else 'some'",
     ],
 }
