@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tinymoe.lab.exercises import caching, choosing, paging, routing, scheduling, tiling, tracing
+from tinymoe.lab.exercises import caching, paging, routing, scheduling, tiling, tracing
 from tinymoe.lab.exercises.judge import Judge
 
 JUDGES: Mapping[str, Judge] = MappingProxyType(
@@ -16,7 +16,7 @@ JUDGES: Mapping[str, Judge] = MappingProxyType(
         "06.2": tiling.row_mean,
         "06.3": tiling.add_up,
         "07.1": tiling.sort_pairs,
-        "07.2": choosing.path,
+        "07.2": routing.path,
         "08.1": caching.bytes_per_token,
         "08.2": caching.tokens_computed,
         "09.1": paging.pool,
