@@ -6,6 +6,7 @@ from tinymoe.bench import card, engine, tables
 from tinymoe.bench.gpu import attention, kernels, tiles
 from tinymoe.bench.gpu.e2e import command as e2e
 from tinymoe.bench.gpu.paths import selection
+from tinymoe.bench.spec import command as spec
 
 SUITES = {
     "engine": engine,
@@ -15,6 +16,7 @@ SUITES = {
     "tiles": tiles,
     "e2e": e2e,
     "selection": selection,
+    "spec": spec,
     "tables": tables,
 }
 

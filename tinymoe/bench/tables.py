@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tinymoe.bench.results import read_results
+from tinymoe.bench.spec.measure import best_fixed, group_of
+from tinymoe.bench.spec.show import draft_of
 from tinymoe.core.model_config import require
 from tinymoe.engine.engine import Engine
 
@@ -171,6 +173,39 @@ def selection_h200() -> str:
     return f"{markdown(head, rows)}\n\n{gpu_note('selection_h200')}"
 
 
+def spec_rows(rows: list[dict[str, Any]]) -> str:
+    """Speed-up over plain decoding: best fixed depth and adaptive, a line for each target, domain and draft."""
+    groups = {key: [r for r in rows if group_of(r) == key] for key in dict.fromkeys(map(group_of, rows))}
+    counts, lines = sorted({r["requests"] for r in rows}), {}
+    for mine in groups.values():
+        best, free = best_fixed(mine), [r for r in mine if r["adaptive"]]
+        first = best or mine[0]
+        cell = "" if best is None else f"{best['speedup']['median']:.2f} (depth {best['depth']})"
+        cell += f", {free[0]['speedup']['median']:.2f}" if free else ""
+        name = f"{first['model']}, {first['domain']}, {draft_of(first)}"
+        lines.setdefault(name, {})[first["requests"]] = cell
+    head = ["target, text, draft", *(f"{n} request{'s' * (n > 1)}" for n in counts)]
+    return markdown(head, [[name, *(cells.get(n, "") for n in counts)] for name, cells in lines.items()])
+
+
+def spec_cpu() -> str:
+    """Speculation of the bundled pair: times plain decoding at the best fixed depth, and at adaptive depth."""
+    body = read_results(RESULTS / "spec_cpu.json")
+    machine, versions = body["machine"], body["versions"]
+    note = (
+        f"Times plain decoding: best fixed depth, then adaptive depth. Recorded {body['date'][:10]} on {machine['cores']} cores "
+        f"({machine['cpu']}), torch {versions['torch']}, float32, greedy, by `{body['command']}`. Bounds and every figure: "
+        "[spec_cpu.json](book/results/spec_cpu.json)."
+    )
+    return f"{spec_rows(body['rows'])}\n\n{note}"
+
+
+def spec_h200() -> str:
+    """The same on published shapes, where a coin accepts the drafts."""
+    body = read_results(RESULTS / "spec_h200.json")
+    return f"{spec_rows(body['rows'])}\n\nTimes plain decoding: best fixed depth, then adaptive depth. {gpu_note('spec_h200')}"
+
+
 def card() -> str:
     """Bits per byte of the three bundled models, from their cards."""
     cards = {
@@ -204,6 +239,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention_h200": attention_h200,
     "e2e_h200": e2e_h200,
     "selection_h200": selection_h200,
+    "spec_cpu": spec_cpu,
+    "spec_h200": spec_h200,
     "card": card,
     "core_loop": core_loop,
 }

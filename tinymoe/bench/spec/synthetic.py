@@ -1,0 +1,112 @@
+"""Speculation with acceptance by decree, for models whose weights are random and would accept nothing: every row is marked
+synthetic.
+
+Drafts are random tokens, which cost nothing, or a stated share of a plain step for each place of the draft. The target
+verifies them in earnest, with all experts that they route to, and samples behind each; then a seeded coin, not the target,
+says how many stay. So times are those of real verification, and what the text would have been is not asked. Random tokens
+through random routers visit about as many distinct experts as independent choices would; tokens of a text visit fewer.
+"""
+
+import json
+import time
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinymoe.core.config import EngineConfig
+from tinymoe.core.sequence import Sequence
+from tinymoe.engine.engine import Engine
+from tinymoe.engine.sampling import Sampled
+from tinymoe.engine.sampling.draws import Draw
+from tinymoe.engine.spec.proposer import Proposer
+from tinymoe.engine.spec.speculator import Run, Speculator
+from tinymoe.model.decoder import Decoder
+
+
+class RandomDrafts(Proposer):
+    """Proposes random ids, and lets pass_seconds go by for every place."""
+
+    def __init__(self, engine: Engine, seed: int):
+        config, model = engine.config, engine.runner.model
+        super().__init__(config, model, None, engine.runner.storage, engine.blocks, engine.trace, ())
+        self.vocab = model.config.vocab_size
+        self.noise = np.random.default_rng(seed)
+        self.pass_seconds = 0.0
+
+    def most(self, seq: Sequence, limit: int) -> int:
+        return limit
+
+    def propose(self, counts: dict[Sequence, int]) -> None:
+        end = time.perf_counter() + self.pass_seconds * max(counts.values())
+        for seq, count in counts.items():
+            seq.draft_token_ids = self.noise.integers(0, self.vocab, count).tolist()
+        while time.perf_counter() < end:  # sleep() is too coarse for a draft's microseconds
+            pass
+
+
+class CoinSpeculator(Speculator):
+    """Keeps each draft with chance `rate`, up to the first that is not kept."""
+
+    def __init__(self, engine: Engine, rate: float, seed: int):
+        self.drafts = RandomDrafts(engine, seed)
+        super().__init__(engine.config, self.drafts, engine.routes, engine.metrics, engine.max_model_len)
+        self.rate, self.coins = rate, np.random.default_rng((seed, 1))
+
+    @torch.inference_mode()
+    def judge(self, draws: list[Draw], sampled: list[Sampled], logits_RV: Tensor | None) -> list[Run]:
+        runs, i = [], 0
+        while i < len(draws):
+            seq, drafts = draws[i].seq, draws[i].seq.draft_token_ids
+            lost = np.flatnonzero(self.coins.random(len(drafts)) >= self.rate)
+            kept = int(lost[0]) if len(lost) else len(drafts)
+            runs.append(Run(seq, draws[i].index, [*map(Sampled, drafts[:kept]), sampled[i + kept]]))
+            i += len(drafts) + 1
+        return runs
+
+
+def guessing_engine(model: Decoder, depth: int, adaptive: bool, **options: Any) -> Engine:
+    """An engine for set_coin."""
+    # The method only says that there is no draft model; who really proposes comes with the coin.
+    guess = {"method": "ngram", "num_speculative_tokens": depth, "adaptive": adaptive}
+    return Engine(model, EngineConfig(speculative_config=guess, **options))
+
+
+def set_coin(engine: Engine, rate: float, seed: int) -> None:
+    """From now on a coin accepts the engine's drafts; what it had learnt about depth is forgotten. No request may run."""
+    engine.spec = CoinSpeculator(engine, rate, seed)
+
+
+def set_draft_cost(engines: Seq[Engine], seconds: float) -> None:
+    """What one place of a draft costs from now on."""
+    for engine in engines:
+        if isinstance(engine.spec, CoinSpeculator):
+            engine.spec.drafts.pass_seconds = seconds
+
+
+def twin(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a dense model that multiplies as many parameters a token (router and norms aside): the same attention,
+    and one MLP as wide as the experts of a token together."""
+    width = config.get("moe_intermediate_size") or config["intermediate_size"]
+    kept = (
+        "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+        "max_position_embeddings", "rms_norm_eps", "rope_theta", "hidden_act", "tie_word_embeddings", "torch_dtype",
+    )  # fmt: skip
+    return {
+        **{name: config[name] for name in kept if name in config},
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        "intermediate_size": width * config["num_experts_per_tok"],
+        "attention_bias": False,
+    }
+
+
+def write_folder(config: dict[str, Any], folder: Path) -> Path:
+    """A model folder with config.json only, to be filled with random weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
