@@ -1,4 +1,4 @@
-"""A whole Mixture-of-Experts layer: router logits in, tokens out, in two to five launches.
+"""A whole Mixture-of-Experts layer: router logits in, tokens out, in two to seven launches.
 
 Which weights must be read decides everything. One token visits K experts: nothing is shared, sorting would only cost
 time. A batch of tokens visits nearly all experts, a few rows each: every weight should be read once. Thousands of tokens
