@@ -247,7 +247,7 @@ class BlockManager:
         new = self.pool.take()
         self.pool.release(old)
         self.tables[row, index] = new
-        self.drafted[new] = self.drafted[old]
+        self.drafted[new] = 0
         self.copies.append((old, new))
         self._log.append((chunk.seq, index, old, new))
         if self.trace.on:

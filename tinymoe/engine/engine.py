@@ -174,6 +174,7 @@ class Engine:
                 except BaseException:
                     self._ahead = step if step and step.settled else None  # what is booked comes again
                     self.blocks.undo()
+                    self.spec.undo()
                     raise
                 self._commit(step, runs)
                 self.metrics.lap("commit")
@@ -288,8 +289,6 @@ class Engine:
         if self.trace.on:
             why, made = FINISH_REASONS.index(seq.finish_reason), seq.num_tokens - seq.num_prompt_tokens
             self.trace.emit("finish", src, request=request.number, seq=seq.seq_id, reason=why, tokens=made)
-
-    # Small helpers
 
     def _new_sequence(self, request: Request, index: int) -> Sequence:
         seq = Sequence(self._next_seq_id, request, index)

@@ -51,10 +51,6 @@ class ModelDrafter:
         self.windows = [layer.sliding_window for layer in model.config.layers]
         self.caught_up = 0  # tokens beyond the newest one that the last draft had to compute first
 
-    def copy_blocks(self) -> None:
-        """Blocks that are about to diverge in this step."""
-        self.storage.copy_blocks(self.blocks.copies)
-
     def computed(self, seq: Sequence) -> int:
         """How many leading tokens of `seq` have KV here; the newest token never counts."""
         if not self.own:
@@ -78,6 +74,8 @@ class ModelDrafter:
     def draft(self, counts: dict[Sequence, int], choose: Choose) -> None:
         """Append counts[seq] tokens to draft_token_ids of every sequence; their blocks are reserved. choose(seqs, logits
         [S, V]) picks one each."""
+        if not self.own:  # blocks that diverge in this step are read before the step itself copies them
+            self.storage.copy_blocks(self.blocks.copies)
         at = {seq: self.computed(seq) for seq in counts}
         self.caught_up = sum(seq.num_tokens - 1 - at[seq] for seq in counts)
         self._catch_up(at)

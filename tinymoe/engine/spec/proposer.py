@@ -72,11 +72,6 @@ class Proposer:
         found = self._found[seq] = self.lookup.propose(seq, limit)
         return len(found)
 
-    def copy_blocks(self) -> None:
-        """Do for the draft's KV what the step does for the model's."""
-        if self.drafter is not None:
-            self.drafter.copy_blocks()
-
     def propose(self, counts: dict[Sequence, int]) -> None:
         """counts[seq] tokens for each of these sequences, whose blocks are reserved."""
         if self.drafter is None:

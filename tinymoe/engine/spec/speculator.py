@@ -37,6 +37,7 @@ class Plain:
     def propose(self, chunks: Seq[Chunk]) -> None: ...
     def settle(self, runs: list[Run], batch: Batch, logits_RV: Tensor | None) -> None: ...
     def finish(self, chunks: Seq[Chunk], tokens: int) -> None: ...
+    def undo(self) -> None: ...
     def rests(self, chunks: Seq[Chunk]) -> bool:
         return True
 
@@ -69,6 +70,7 @@ class Speculator:
         self.depth = Depth(self.most)
         self._began: float | None = None  # when the step that can be timed began
         self._verifying: float | None = None  # when its drafts were there
+        self._proposed: list[Sequence] = []  # who got some in this step
         self._drafting = 0.0  # seconds that went into them
         self._visited = 0
 
@@ -118,13 +120,11 @@ class Speculator:
 
     def propose(self, chunks: Seq[Chunk]) -> None:
         """Fill in draft_token_ids of the sequences whose chunks have room for drafts."""
-        if self.blocks.copies:
-            self.proposer.copy_blocks()
         counts = {c.seq: c.stop - c.seq.num_tokens for c in chunks if c.stop > c.seq.num_tokens}
         self._verifying = None
         if not counts:
             return
-        start = self.clock()
+        start, self._proposed = self.clock(), list(counts)
         self.proposer.propose(counts)
         self._verifying = self.clock()
         self._drafting = self._verifying - start
@@ -235,6 +235,12 @@ class Speculator:
                     q=millionths(q),
                     accepted=int(i < accepted),
                 )
+
+    def undo(self) -> None:
+        """The step broke off: so do its drafts."""
+        for seq in self._proposed:
+            seq.draft_token_ids = []
+        self._began = self._verifying = None
 
     def finish(self, chunks: Seq[Chunk], tokens: int) -> None:
         """The step is over: its time and its experts teach what a step of so many tokens costs."""
