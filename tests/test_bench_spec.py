@@ -100,7 +100,7 @@ def test_rows_of_the_bundled_pair(tmp_path, capsys):
     assert again[:2] == ["bench", "spec"]
     assert vars(arguments(*again[2:])) == vars(arguments(*words, "--out", str(out)))
     said = capsys.readouterr()
-    assert "times plain decoding" in said.out
+    assert "times plain (median" in said.out
     assert said.err.count("x plain") == len(rows)
 
 

@@ -19,8 +19,17 @@ from tinymoe.bench.gpu.moe import ceilings
 from tinymoe.bench.results import write_results
 from tinymoe.bench.spec import synthetic
 from tinymoe.bench.spec.measure import Arm, Timed, against_best, interleave, room, summary
+from tinymoe.bench.spec.options import (
+    DRAFTS,
+    TARGETS,
+    add_arguments,
+    check,
+    command_line,
+    depths_of,
+    tokens_of,
+)
 from tinymoe.bench.spec.show import show
-from tinymoe.bench.spec.texts import DOMAINS, prompts
+from tinymoe.bench.spec.texts import prompts
 from tinymoe.cache.devices import pick_device
 from tinymoe.core.config import EngineConfig
 from tinymoe.core.model_config import require
@@ -30,95 +39,10 @@ from tinymoe.model.decoder import Decoder
 from tinymoe.model.weights import load_model
 from tinymoe.text import Tokenizer
 
-TARGETS = {"moe": "quintet-moe", "dense": "quintet-dense"}
-DRAFTS: dict[str, dict[str, Any]] = {
-    "draft_model": {"method": "draft_model", "model": "quintet-draft"},
-    "ngram": {"method": "ngram"},
-    "self": {"method": "self", "num_experts_per_tok": 1},
-}
+__all__ = ["add_arguments", "run"]
 BLOCK = 16
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--out", type=Path, metavar="FILE", help="write the results JSON here")
-    add("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS), metavar="T", help="moe, dense")
-    add("--domains", nargs="+", default=list(DOMAINS), choices=DOMAINS, metavar="D", help="english, sums")
-    add(
-        "--drafts",
-        nargs="+",
-        default=list(DRAFTS),
-        choices=list(DRAFTS),
-        metavar="KIND",
-        help="draft_model, ngram, self",
-    )
-    add("--requests", nargs="+", type=int, default=[1, 4, 16, 64], metavar="N", help="requests at once")
-    add(
-        "--depths",
-        nargs="+",
-        type=int,
-        default=[0, 1, 2, 4, 8],
-        metavar="N",
-        help="fixed depths; the largest is also the most that adaptive depth takes",
-    )
-    add("--no-adaptive", action="store_true", help="fixed depths only")
-    add("--tokens", type=int, default=64, help="tokens timed per request, as a mean")
-    add(
-        "--total",
-        type=int,
-        default=512,
-        help="tokens timed of all requests together, at most (but 8 of each)",
-    )
-    add("--repeats", type=int, default=3, help="runs of each arm, interleaved")
-    add("--threads", type=int, default=2, help="torch threads")
-    add("--seed", type=int, default=0, help="seed of the sums and of everything synthetic")
-    add(
-        "--synthetic",
-        nargs="+",
-        type=float,
-        metavar="RATE",
-        help="random weights; drafts are accepted at these rates",
-    )
-    add(
-        "--models",
-        nargs="+",
-        default=list(MODELS),
-        choices=list(MODELS),
-        metavar="MODEL",
-        help="shapes for --synthetic",
-    )
-    add("--no-twin", action="store_true", help="with --synthetic: without the dense twins")
-    add(
-        "--draft-cost",
-        type=float,
-        default=0.0,
-        help="with --synthetic: one drafted place, as a share of a plain step",
-    )
-    add(
-        "--enforce-eager",
-        action="store_true",
-        help="with --synthetic: plain decoding without CUDA graphs, too",
-    )
-    add("--device", default="cuda", help="with --synthetic: where")  # fmt: skip
-
-
-def check(a: argparse.Namespace) -> None:
-    """Raises ConfigError, naming the option."""
-    for name in ("requests", "tokens", "total", "repeats", "threads"):
-        values = getattr(a, name) if isinstance(getattr(a, name), list) else [getattr(a, name)]
-        require(min(values) >= 1, f"--{name} must be at least 1, got {min(values)}")
-    require(min(a.depths) >= 0 and max(a.depths) <= 32, f"--depths must be in 0..32, got {a.depths}")
-    require(max(a.depths) >= 1, "--depths must hold one above 0: without drafts there is nothing to compare")
-    require(a.seed >= 0, f"--seed must be at least 0, got {a.seed}")
-    for rate in a.synthetic or ():
-        require(0 <= rate <= 1, f"--synthetic takes acceptance rates in [0, 1], got {rate}")
-    require(0 <= a.draft_cost <= 1, f"--draft-cost is a share of a plain step in [0, 1], got {a.draft_cost}")
-    require(
-        bool(a.synthetic) or not (a.draft_cost or a.enforce_eager or a.no_twin),
-        "--draft-cost, --enforce-eager and --no-twin belong to --synthetic",
-    )
-    possible = [d for d in a.drafts for t in a.targets if d != "self" or t == "moe"]
-    require(bool(a.synthetic or possible), "--drafts self needs --targets moe: a dense model has no experts to leave out")  # fmt: skip
+TEXTS = 8  # that every figure sees at least: one text is easier to guess than another
+Cells = dict[int, list[list[list[int]]]]  # requests at once -> sets of so many prompts, one set a run
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -132,48 +56,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out:
         limits = ceilings() if rows[0]["device"] == "cuda" else {"threads": arguments.threads}
         write_results(
-            arguments.out, command=command(arguments), rows=rows, controls=controls, ceilings=limits
+            arguments.out, command=command_line(arguments), rows=rows, controls=controls, ceilings=limits
         )
     show(rows, controls)
     return 0
 
 
-def command(a: argparse.Namespace) -> str:
-    """The line that repeats the measurement."""
-    words = ["tinymoe bench spec"]
-    lists = [
-        "requests",
-        "depths",
-        *(["synthetic", "models"] if a.synthetic else ["targets", "domains", "drafts"]),
-    ]
-    for name in lists:
-        words += [f"--{name}", *map(str, getattr(a, name))]
-    for name in (
-        "tokens",
-        "total",
-        "repeats",
-        "threads",
-        "seed",
-        *(["draft_cost", "device"] if a.synthetic else []),
-    ):
-        words += [f"--{name.replace('_', '-')}", str(getattr(a, name))]
-    for name in ("no_adaptive", "no_twin", "enforce_eager"):
-        words += [f"--{name.replace('_', '-')}"] if getattr(a, name) else []
-    return " ".join([*words, *(["--out", str(a.out)] if a.out else [])])  # fmt: skip
-
-
-def tokens_of(a: argparse.Namespace, requests: int) -> int:
-    """Tokens timed per request: fewer where there are many."""
-    return min(a.tokens, max(8, a.total // requests))
-
-
-def depths_of(a: argparse.Namespace) -> list[int | None]:
-    return [*sorted(set(a.depths)), *([] if a.no_adaptive else [None])]
-
-
-def sizes(cells: dict[int, list[list[int]]], a: argparse.Namespace, model: Decoder) -> dict[str, Any]:
-    """Engine options with room for the largest of the cells {requests: prompts}."""
-    most = {n: room(p, tokens_of(a, n), max(a.depths)) for n, p in cells.items()}
+def sizes(cells: Cells, a: argparse.Namespace, model: Decoder) -> dict[str, Any]:
+    """Engine options with room for the largest of the cells."""
+    most = {
+        n: room([p for one in sets for p in one], tokens_of(a, n), max(a.depths)) for n, sets in cells.items()
+    }
     limit = model.config.max_position_embeddings
     longest = max(most.values())
     require(longest <= limit, f"--tokens {a.tokens} at depth {max(a.depths)} may need sequences of {longest} tokens, and the model takes {limit}: lower one of them")  # fmt: skip
@@ -189,7 +82,11 @@ def run_bundled(target: str, a: argparse.Namespace) -> list[dict[str, Any]]:
     dense = load_model(resolve_model("quintet-draft"), "float32") if "draft_model" in drafts else None
     rows = []
     for domain in a.domains:
-        cells = {n: prompts(domain, n, a.seed, tokenizer) for n in a.requests}
+        cells = {}
+        for n in a.requests:
+            runs_of = max(a.repeats, -(-TEXTS // n))
+            every = prompts(domain, n * runs_of, a.seed, tokenizer)
+            cells[n] = [every[i * n : (i + 1) * n] for i in range(runs_of)]
         options = sizes(cells, a, model)
         arms = [Arm("plain", Engine(model, EngineConfig(**options)), None, False)]
         kinds: dict[str, str] = {}
@@ -205,8 +102,8 @@ def run_bundled(target: str, a: argparse.Namespace) -> list[dict[str, Any]]:
             mine = [Arm(f"{kind} {depth}", engines[depth is None], depth) for depth in depths_of(a)]
             kinds |= {arm.name: kind for arm in mine}
             arms += mine
-        for n, ids in cells.items():
-            runs = interleave(arms, ids, tokens_of(a, n), options["max_model_len"], a.repeats)
+        for n, sets in cells.items():
+            runs = interleave(arms, sets, tokens_of(a, n), options["max_model_len"])
             about = {"model": TARGETS[target], "domain": domain, "requests": n, "synthetic": False}
             rows += rows_of(
                 runs, arms, {name: {"draft": kind} for name, kind in kinds.items()}, about, model, a
@@ -267,7 +164,10 @@ def run_synthetic(a: argparse.Namespace, shapes: dict[str, dict[str, Any]]) -> l
 def run_shape(label: str, model: Decoder, a: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of one model with random weights, over requests and rates."""
     vocab = model.config.vocab_size
-    cells = {n: prompts_of(Workload(n, 64, 1), vocab, a.seed + n) for n in a.requests}
+    cells = {
+        n: [prompts_of(Workload(n, 64, 1), vocab, a.seed + n + 1000 * i) for i in range(a.repeats)]
+        for n in a.requests
+    }
     options = sizes(cells, a, model) | {"enable_prefix_caching": False, "enforce_eager": a.enforce_eager}
     plain = Arm("plain", Engine(model, EngineConfig(**options)), None, False)
     engines = [synthetic.guessing_engine(model, max(a.depths), free, **options) for free in (False, True)]
@@ -278,12 +178,12 @@ def run_shape(label: str, model: Decoder, a: argparse.Namespace) -> list[dict[st
             synthetic.set_coin(engine, rate, a.seed)
         label_of = {"draft": "coin", "forced_acceptance": rate, "draft_cost": a.draft_cost}
         labels = dict.fromkeys([arm.name for arm in arms], label_of)
-        for n, ids in cells.items():
+        for n, sets in cells.items():
             tokens, most = tokens_of(a, n), options["max_model_len"]
             if a.draft_cost:
-                step = interleave([plain], ids, tokens, most, 1)["plain"][0]
+                step = interleave([plain], sets[:1], tokens, most)["plain"][0]
                 synthetic.set_draft_cost(engines, a.draft_cost * step.seconds / step.steps)
-            runs = interleave(arms, ids, tokens, most, a.repeats)
+            runs = interleave(arms, sets, tokens, most)
             about = {"model": label, "domain": "random", "requests": n, "synthetic": True}
             rows += rows_of(runs, arms, labels, about, model, a)
     for row in rows:

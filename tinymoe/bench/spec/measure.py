@@ -131,14 +131,16 @@ def _reading(engine: Engine) -> bool:
 
 
 def interleave(
-    arms: list[Arm], prompts: list[list[int]], tokens: int, most: int, repeats: int
+    arms: list[Arm], sets: list[list[list[int]]], tokens: int, most: int
 ) -> dict[str, list[Timed]]:
-    """Runs of every arm by its name: each once to warm up, which adaptive depth learns from, then all arms in turn, in one
-    direction and back, so that whatever else the machine does falls on all."""
+    """Runs of every arm by its name, one for each set of prompts. All arms run a set in turn, in one direction and back, so
+    that whatever else the machine does falls on all; before that each warms up (fixed depths in short, but adaptive depth
+    learns from it)."""
     for arm in arms:
-        decode(arm, prompts, tokens, most)
+        learns = arm.speculates and arm.depth is None
+        decode(arm, sets[0], tokens if learns else max(1, tokens // 4), most)
     runs: dict[str, list[Timed]] = {arm.name: [] for arm in arms}
-    for i in range(repeats):
+    for i, prompts in enumerate(sets):
         for arm in arms[:: 1 - 2 * (i % 2)]:
             runs[arm.name].append(decode(arm, prompts, tokens, most))
     return runs

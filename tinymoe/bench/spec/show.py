@@ -13,14 +13,14 @@ def show(rows: list[dict[str, Any]], controls: list[dict[str, Any]]) -> None:
     depths = sorted({row["depth"] for row in rows if row["depth"] is not None})
     free = any(row["adaptive"] for row in rows)
     table = Table(
-        title="times plain decoding (median of pairs); share of the bound and acceptance at the best fixed depth"
+        title="plain decoding in tokens/s; times plain (median of pairs); share of the bound and acceptance at the best fixed depth"
     )
     heads = [
         "model",
         "domain",
         "requests",
         "draft",
-        "plain tok/s",
+        "plain",
         *map(str, depths),
         *(["adaptive"] if free else []),
     ]
@@ -39,7 +39,7 @@ def show(rows: list[dict[str, Any]], controls: list[dict[str, Any]]) -> None:
             *map(str, group[:3]), draft_of(best), f"{best['plain_tok_s']:.0f}", *cells, f"{best['bound_share']['median']:.3f}",
             "" if accepted is None else f"{accepted:.2f}", "" if experts is None else f"{experts:.1f}",
         )  # fmt: skip
-    console = Console(width=140)
+    console = Console(width=160)
     console.print(table)
     if controls:
         worst = min(controls, key=lambda control: control["ratio"])

@@ -36,6 +36,6 @@ DOMAINS = ("english", "sums")
 
 
 def prompts(domain: str, requests: int, seed: int, tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids; no two prompts are equal (up to 128 of english)."""
+    """Token ids; no two of 64 neighbours are equal."""
     texts = english(requests) if domain == "english" else sums(requests, seed)
     return [tokenizer.encode(text) for text in texts]
