@@ -136,7 +136,7 @@ class Builder:
 
     def create_masked_load(self, pointers, mask, *rest):
         self.done.append("load")
-        return "what was loaded"
+        return handle(np.zeros(len(pointers.data), np.float32))
 
     def create_masked_store(self, pointers, value, mask, *rest):
         self.done.append("store")
@@ -167,7 +167,7 @@ def test_watcher_names_elements_lanes_and_programs():
         builder.create_masked_store(at(x, 23), None, handle([True]))
         builder.create_atomic_rmw("add", at(x, 0), None, handle([True]))
         builder.create_atomic_cas(at(x, 3), None, None)
-    assert got == "what was loaded"
+    np.testing.assert_array_equal(got.data, [0, 0, np.nan, np.nan])  # no `other`: undefined where masked
     assert seen == [
         Touch(1, (1, 2), "load", "x", (4, 5), (14, 99)),
         Touch(2, (1,), "store", "x", (11,), ()),
@@ -193,6 +193,20 @@ def test_a_stray_program_is_stopped_before_it_reads(place, message):
     assert builder.done == []
     builder.create_masked_load(at(x, place), handle([True]), None)  # watched no more
     assert builder.done == ["load"]
+
+
+def test_an_address_that_belongs_to_no_tensor_is_named_after_none():
+    builder, x = Builder(), torch.zeros(8)
+    message = r"^program 0 loads an address in no tensor that you were given$"
+    with pytest.raises(Stray, match=message), watched(builder, x=x):
+        builder.create_masked_load(at(x, 10_000), handle([True]), None)
+
+
+def test_masked_lanes_with_other_are_left_alone():
+    builder, x = Builder(), torch.zeros(8)
+    with watched(builder, x=x):
+        got = builder.create_masked_load(at(x, 0, 9), handle([True, False]), handle([7.0, 7.0]))
+    assert got.data.tolist() == [0, 0]
 
 
 def test_names():

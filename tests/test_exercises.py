@@ -81,6 +81,21 @@ def test_solutions_are_accepted_and_wrong_answers_refused(number, exercise):
         assert verdict.message
 
 
+@pytest.mark.parametrize("made", [np.array, tuple, torch.tensor], ids=["numpy", "tuple", "torch"])
+def test_integers_of_any_kind_make_blocks(made):
+    scope = {}
+    exec(SOLVED["05"]["SOLUTIONS"]["05.1"], scope)
+
+    def answer(ids, num_experts, block_m):
+        rows, experts = scope["align_block_size"](ids, num_experts, block_m)
+        return tuple(None if row is None else np.int64(row) for row in rows), made(experts)
+
+    verdict = JUDGES["05.1"](answer)
+    assert verdict.ok, verdict.message
+    verdict = JUDGES["05.1"](lambda *case: ([float(row or 0) for row in answer(*case)[0]], []))
+    assert "which is no pair" in verdict.message
+
+
 def test_every_judge_has_a_solution():
     assert {exercise for _, exercise in CASES} == set(JUDGES)
 

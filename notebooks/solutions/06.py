@@ -80,6 +80,27 @@ WRONG = {
         MEAN.replace("row * stride", "row * C"),
         # the sum is kept in float16
         MEAN.replace("tl.float32", "tl.float16"),
+        # the lanes are kept in float16, only their sum is not
+        MEAN.replace("tl.float32", "tl.float16").replace("tl.sum(acc, 0)", "tl.sum(acc.to(tl.float32), 0)"),
+        # each block is summed in float16
+        """# needs triton
+@triton.jit
+def row_mean(x, out, stride, C, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    total = tl.zeros((1,), tl.float32)
+    for first in range(0, C, BLOCK):
+        c = first + tl.arange(0, BLOCK)
+        total += tl.sum(tl.load(x + row * stride + c, mask=c < C, other=0.0), 0)
+    tl.store(out + row, tl.sum(total, 0) / C)
+""",
+        # the result is rounded to float16
+        MEAN.replace("tl.sum(acc, 0) / C", "(tl.sum(acc, 0) / C).to(tl.float16)"),
+        # what is masked off is whatever the register held
+        MEAN.replace(", other=0.0", ""),
+        # a block of its own size
+        MEAN.replace("range(0, C, BLOCK)", "range(0, C, 1024)")
+        .replace("arange(0, BLOCK)", "arange(0, 1024)")
+        .replace("(BLOCK,)", "(1024,)"),
         # the mask is forgotten
         MEAN.replace(", mask=c < C, other=0.0", ""),
         # what is masked off counts as 1

@@ -2,7 +2,8 @@
 
 The interpreter performs every access through a few methods of one object, its builder; `watched` puts itself in front
 of them. It looks at the addresses before anything is read or written, so a kernel without a mask is stopped with a
-message where it would otherwise spoil memory. The builder comes from the caller, as
+message where it would otherwise spoil memory. What a load's masked lanes hold without `other` is undefined on a GPU; the
+interpreter's zeros would hide that, so floats are NaN there. The builder comes from the caller, as
 triton.runtime.interpreter.interpreter_builder: it is internal to Triton, and only kernels/ imports that.
 """
 
@@ -21,6 +22,7 @@ FIRST_ARGUMENT = {
 }
 MASK = {"create_masked_load": 1, "create_masked_store": 2, "create_atomic_rmw": 3}
 KIND = {"create_masked_load": "load", "create_masked_store": "store"}
+NEAR = 1024  # bytes beside a tensor that are still named after it
 
 
 class Touch(NamedTuple):
@@ -89,10 +91,12 @@ def watched(builder: Any, **tensors: torch.Tensor) -> Iterator[list[Touch]]:
         kind = KIND.get(method, "atomic")
         aim = int(addresses[lanes][0] if lanes.any() else addresses[0])
         tensor = min(known, key=lambda k: k.far(aim))
+        verb = {"load": "loads", "store": "stores to", "atomic": "changes"}[kind]
+        if lanes.any() and tensor.far(aim) > NEAR:
+            raise Stray(f"program {program_name(numbers)} {verb} an address in no tensor that you were given")
         elements = []
         for place in tensor.places(addresses[lanes]):
             if place not in tensor.element_at:
-                verb = {"load": "loads", "store": "stores to", "atomic": "changes"}[kind]
                 raise Stray(
                     f"program {program_name(numbers)} {verb} {tensor.name} + {place}, {tensor.why_not(place)}"
                 )
@@ -105,7 +109,10 @@ def watched(builder: Any, **tensors: torch.Tensor) -> Iterator[list[Touch]]:
     def wrapped(method: str):
         def access(*arguments: Any) -> Any:
             note(method, arguments)
-            return plain[method](*arguments)
+            result = plain[method](*arguments)
+            if method == "create_masked_load" and arguments[2] is None and result.data.dtype.kind == "f":
+                result.data[~np.broadcast_to(arguments[1].data, result.data.shape).astype(bool)] = np.nan
+            return result
 
         return access
 
