@@ -147,8 +147,8 @@ class BlockManager:
         for i in need.writers.tolist():
             chunk = chunks[i]
             self._copy_on_write(chunk, chunk.seq.row, chunk.start // self.block_size)
-        ends = need.have + need.missing
-        pages = [(i, at) for i in np.flatnonzero(need.missing > 0) for at in range(need.have[i], ends[i])]
+        ends, lacking = need.have + need.missing, np.flatnonzero(need.missing > 0).tolist()
+        pages = [(i, at) for i in lacking for at in range(need.have[i], ends[i])]
         # Those of drafts come last, so that `rollback` leaves no trace of them.
         for i, at in sorted(pages, key=lambda p: p[1] >= self.blocks_for(chunks[p[0]].seq.num_tokens)):
             self._append(chunks[i], int(at))

@@ -17,7 +17,8 @@ class RouteRecorder:
     """The engine's RouteSink. load [L, E] int64 counts tokens per expert since the start; rows of dense layers stay 0.
 
     distinct [L] and routed_steps give the mean number of experts that a step has to read. Counters live beside the model,
-    so that counting makes nobody wait for a GPU.
+    so that counting makes nobody wait for a GPU. Rejected drafts have been computed, so they count as load; what a draft
+    computes in order to propose them does not.
     """
 
     def __init__(self, config: ModelConfig, storage: KVStorage, trace: Trace):
