@@ -155,13 +155,21 @@ GOOD = {"kind": "model", "shape": "a", "law": "time", "path": "few", "bucket": 4
         ({"rows": [GOOD | {"shape": "b"}]}, r"m.json has no cost model for 'a'; it has \['b'\]"),
         ({"rows": [GOOD | {"law": "cube"}]}, r"law must be one of \('time', 'log'\)"),
         ({"rows": [GOOD, GOOD | {"law": "log", "bucket": 8}]}, "the same in all rows of 'a'"),
-        ({"rows": [GOOD | {"path": 3}]}, "path must be a name, got 3"),
-        ({"rows": [GOOD | {"bucket": 6}]}, "bucket must be a power of two, got 6 for 'few'"),
+        ({"rows": [GOOD | {"path": 3}]}, "path must be a name, .*, got 3"),
+        ({"rows": [GOOD | {"bucket": 6}]}, "bucket must be a power of two up to 1048576, got 6 for 'few'"),
         ({"rows": [GOOD | {"bucket": True}]}, "bucket must be a power of two"),
         ({"rows": [GOOD | {"coefficients": [1, 2]}]}, "coefficients of 'few' at 4 must be 5 finite numbers"),
         ({"rows": [GOOD | {"coefficients": [1, 2, 3, 4, "5"]}]}, "must be 5 finite numbers"),
         ('{"rows": [' + json.dumps(GOOD).replace("5]", "NaN]") + "]}", "must be 5 finite numbers"),
         ({"rows": [GOOD, GOOD]}, "'few' at 4 is there twice"),
+        ({"rows": [GOOD | {"law": ["time"]}]}, r"law must be one of .*, got \['time'\]"),
+        ({"rows": [GOOD, GOOD | {"law": {}}]}, "law must be one of .*, got 'time' and {}"),
+        ({"rows": [GOOD | {"coefficients": [1, 2, 3, 4, 10**400]}]}, "must be 5 finite numbers"),
+        ("[" * 100_000, "m.json is no JSON"),
+        ({"rows": [GOOD | {"path": "grouped0"}]}, "digits at its end at least 1 row, got 'grouped0'"),
+        ({"rows": [GOOD | {"path": "p" + "9" * 9000}]}, "path must be a name"),
+        ({"rows": [GOOD | {"bucket": 2**21}]}, "bucket must be a power of two up to 1048576, got 2097152"),
+        ({"rows": [GOOD | {"bucket": [4]}]}, r"bucket must be a power of two up to 1048576, got \[4\]"),
     ],
     ids=lambda v: None,
 )
@@ -170,6 +178,12 @@ def test_malformed_files_are_refused_by_name(tmp_path, text, message):
     path.write_text(text if isinstance(text, str) else json.dumps(text))
     with pytest.raises(ConfigError, match=message):
         load(path, "a")
+
+
+def test_a_file_that_is_not_there_is_refused_by_name(tmp_path):
+    for path in (tmp_path / "none.json", tmp_path / "no" / "none.json", tmp_path):
+        with pytest.raises(ConfigError, match=f"{path.name} cannot be read .*: measure again"):
+            load(path, "a")
 
 
 # Choosing
@@ -319,12 +333,50 @@ def test_invariant_mode_is_a_constant():
         ({"every": 0}, "every must be at least one step, got 0"),
         ({"constant": "x"}, r"the constant path must be one of \['few', 'grouped16'\], got 'x'"),
         ({"model": CostModel("time", {})}, "needs a cost model with measured paths"),
+        ({"num_experts": "8"}, "num_experts must be an integer, got '8'"),
+        ({"top_k": 2.0}, r"top_k must be an integer, got 2\.0"),
+        ({"gain": "x"}, "gain must be a fraction .*, got 'x'"),
+        ({"gain": math.nan}, "gain must be a fraction .*, got nan"),
+        ({"patience": None}, "patience must be an integer, got None"),
+        ({"every": True}, "every must be an integer, got True"),
     ],
-    ids=["top_k", "gain", "patience", "every", "constant", "empty"],
 )
 def test_selectors_that_cannot_be_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         Selector(**({"model": drifting(), "num_experts": E, "top_k": K} | options))
+
+
+def test_integers_of_numpy_are_integers():
+    plain = Selector(drifting(), E, K)
+    selector = Selector(drifting(), np.int64(E), np.int32(K), gain=np.float32(0.05), patience=np.int64(3))
+    for tokens in (1, 16):
+        assert selector.choose(np.int64(tokens)) == plain.choose(tokens)
+    selector.observe(np.int32(16), EVEN.astype(np.uint16))
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 2**20 + 1, 10**4000, 1.5, "4", None, True])
+def test_steps_that_cannot_be_are_refused(tokens):
+    selector = Selector(drifting(), E, K)
+    for ask in (selector.choose, selector.candidates, lambda n: selector.observe(n, EVEN)):
+        with pytest.raises(ConfigError, match=r"tokens must (lie in 1\.\.1048576|be an integer), got"):
+            ask(tokens)
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (EVEN[0], r"counts must be an array of integers \[layers, 16\], got int64 \[16\]"),
+        (EVEN[:, :8], r"got int64 \[\d+, 8\]"),
+        (EVEN[:0], r"got int64 \[0, 16\]"),
+        (EVEN.astype(float), "got float64"),
+        (EVEN.tolist(), r"got \[\["),
+        (-EVEN - 1, "counts must not be negative, got -"),
+    ],
+    ids=["flat", "narrow", "none", "float", "list", "negative"],
+)
+def test_counts_that_cannot_be_are_refused(counts, message):
+    with pytest.raises(ConfigError, match=message):
+        Selector(drifting(), E, K).observe(16, counts)
 
 
 FITTED = fit(measured())

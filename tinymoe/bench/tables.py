@@ -29,10 +29,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     readme = ROOT / "README.md"
     old = readme.read_text(encoding="utf-8")
+    check_marks(old)
     new = fill(old)
     require(not arguments.check or old == new, "README.md is out of date: run tinymoe bench tables")
     readme.write_text(new, encoding="utf-8")
     return 0
+
+
+def check_marks(text: str) -> None:
+    """Raise ConfigError unless every table that can be written stands in README.md once, between both of its marks.
+
+    A table whose results file was never recorded may be absent.
+    """
+    marks = re.findall(r"<!--\s*(begin|end)\s+([^\s>]+)\s*-->", text)
+    named = {name for _, name in marks}
+    unknown = sorted(named - set(TABLES))
+    require(
+        not unknown, f"README.md marks a table {', '.join(map(repr, unknown))}; there are {sorted(TABLES)}"
+    )
+    for name in TABLES:
+        recorded = name in UNRECORDED or (RESULTS / f"{name}.json").exists()
+        mine = [kind for kind, other in marks if other == name]
+        ok = mine == ["begin", "end"] or (not mine and not recorded)
+        told = " ".join(mine) or "no mark"
+        require(
+            ok,
+            f"README.md must hold <!-- begin {name} --> and <!-- end {name} --> once, in this order; it has {told}",
+        )
+        found = re.search(rf"<!-- begin {name} -->(.*?)<!-- end {name} -->", text, re.S)
+        require(
+            not mine or found is not None, f"the marks of {name} must read <!-- begin {name} --> and so on"
+        )
+        inside = re.search(r"<!--\s*(?:begin|end)\s+(\w+)", found[1]) if found else None
+        require(inside is None, f"README.md: a mark of {inside and inside[1]} stands inside the table {name}")
 
 
 def fill(text: str) -> str:
@@ -244,3 +273,4 @@ TABLES: dict[str, Callable[[], str]] = {
     "card": card,
     "core_loop": core_loop,
 }
+UNRECORDED = ("card", "core_loop")  # their sources are no results files, and always there

@@ -10,6 +10,7 @@ No torch, no clock: times come from `tinymoe bench kernels --fit`, choices are m
 
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from tinymoe.core.model_config import ConfigError, brief, require
 
 FEATURES = ("one", "distinct", "tiles", "tokens", "largest")
 LAWS = ("time", "log")
+MOST_TOKENS = 2**20  # of a step
+LONGEST_NAME = 200  # of a path; int() refuses thousands of digits
 
 
 class Measurement(NamedTuple):
@@ -93,12 +96,13 @@ def load(path: str | Path, shape: str) -> CostModel:
     """The cost model of `shape` in a results file. Raises ConfigError, naming the place, for a file that has none or a
     malformed one."""
     name = Path(path).name
+    again = "measure again with tinymoe bench selection"
     try:
-        body = json.loads(Path(path).read_text())
-    except ValueError as error:
-        raise ConfigError(
-            f"{name} is no JSON ({error}): measure again with tinymoe bench selection"
-        ) from error
+        body = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): {again}") from error
+    except (ValueError, RecursionError) as error:  # nested too deeply
+        raise ConfigError(f"{name} is no JSON ({error}): {again}") from error
     rows: Any = body.get("rows") if isinstance(body, dict) else None
     require(isinstance(rows, list), f"{name}: an object with a list 'rows' wanted, got {brief(body)}")
     models: list[dict[str, Any]] = [
@@ -107,23 +111,28 @@ def load(path: str | Path, shape: str) -> CostModel:
     mine = [row for row in models if row.get("shape") == shape]
     known = sorted({str(row.get("shape")) for row in models})
     require(bool(mine), f"{name} has no cost model for {shape!r}; it has {known}")
-    laws: set[Any] = {row.get("law") for row in mine}
-    require(len(laws) == 1 and laws <= set(LAWS), f"{name}: law must be one of {LAWS} and the same in all rows of {shape!r}, got {brief(laws)}")  # fmt: skip
+    law: Any = mine[0].get("law")
+    other: Any = next((row.get("law") for row in mine if row.get("law") != law), law)
+    got = brief(law) if other == law else f"{brief(law)} and {brief(other)}"
+    require(law in LAWS and other == law, f"{name}: law must be one of {LAWS} and the same in all rows of {shape!r}, got {got}")  # fmt: skip
     found: dict[tuple[str, int], tuple[float, ...]] = {}
     for row in mine:
         way: Any
         bucket: Any
         values: Any
         way, bucket, values = (row.get(key) for key in ("path", "bucket", "coefficients"))
-        require(isinstance(way, str) and bool(way), f"{name}: path must be a name, got {brief(way)}")
-        ok = type(bucket) is int and bucket >= 1 and bucket & (bucket - 1) == 0
-        require(ok, f"{name}: bucket must be a power of two, got {brief(bucket)} for {way!r}")
+        ok = isinstance(way, str) and bool(way) and len(way) <= LONGEST_NAME and rows_of(way) >= 1
+        require(ok, f"{name}: path must be a name, and digits at its end at least 1 row, got {brief(way)}")
+        ok = type(bucket) is int and 1 <= bucket <= MOST_TOKENS and bucket & (bucket - 1) == 0
+        require(
+            ok, f"{name}: bucket must be a power of two up to {MOST_TOKENS}, got {brief(bucket)} for {way!r}"
+        )
         ok = isinstance(values, list) and len(values) == len(FEATURES)
-        ok = ok and all(type(v) in (int, float) and math.isfinite(v) for v in values)
+        ok = ok and all(type(v) in (int, float) and abs(v) <= sys.float_info.max for v in values)
         require(ok, f"{name}: coefficients of {way!r} at {bucket} must be {len(FEATURES)} finite numbers, got {brief(values)}")  # fmt: skip
         require((way, bucket) not in found, f"{name}: {way!r} at {bucket} is there twice")
         found[way, bucket] = tuple(float(v) for v in values)
-    return CostModel(laws.pop(), found)
+    return CostModel(law, found)
 
 
 # Fitting

@@ -12,11 +12,13 @@ with the next step meanwhile.
 """
 
 from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 
-from tinymoe.core.model_config import require
-from tinymoe.experts.costs import CostModel, rows_of
+from tinymoe.core.model_config import ConfigError, brief, require
+from tinymoe.experts.costs import MOST_TOKENS, CostModel, rows_of
 
 TRIED = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)  # skews; the first spreads evenly
 MOST_DRAWN = 512  # tokens that are drawn; the loads of larger buckets are multiples of these
@@ -90,6 +92,13 @@ class _Bucket:
         return cost_P
 
 
+def _integer(name: str, value: Any) -> int:
+    """An integer of any kind as an int; raises ConfigError."""
+    ok = isinstance(value, Integral) and not isinstance(value, bool)
+    require(ok, f"{name} must be an integer, got {brief(value)}")
+    return int(value)
+
+
 class Selector:
     """Chooses a path for each step of a model whose MoE layers have num_experts experts, top_k a token.
 
@@ -110,8 +119,11 @@ class Selector:
         every: int = 8,
         constant: str | None = None,
     ):
+        num_experts, top_k = _integer("num_experts", num_experts), _integer("top_k", top_k)
+        patience, every = _integer("patience", patience), _integer("every", every)
         require(1 <= top_k <= num_experts, f"top_k must lie in 1..{num_experts}, got {top_k}")
-        require(0 <= gain < 1, f"gain must be a fraction 0 <= gain < 1, got {gain}")
+        ok = isinstance(gain, Real) and not isinstance(gain, bool) and 0 <= gain < 1
+        require(ok, f"gain must be a fraction 0 <= gain < 1, got {brief(gain)}")
         for name, value in (("patience", patience), ("every", every)):
             require(value >= 1, f"{name} must be at least one step, got {value}")
         require(
@@ -128,20 +140,35 @@ class Selector:
         self._buckets: list[_Bucket | None] = []  # by bits of the bucket
 
     def choose(self, tokens: int) -> str:
-        """The path of a step of so many tokens (at least one)."""
+        """The path of a step of so many tokens. Raises ConfigError outside 1..2**20."""
         if self.constant is not None:
             return self.constant
         bucket = self._bucket(tokens)
         return bucket.paths[bucket.now]
 
     def observe(self, tokens: int, counts_LE: np.ndarray) -> None:
-        """A step of `tokens` tokens is over: counts [L, E] integers, the visits of each layer's experts, top_k a token."""
+        """A step of `tokens` tokens is over: counts [L, E] integers, the visits of each layer's experts, top_k a token.
+
+        Raises ConfigError for another shape, and for numbers that are no counts.
+        """
         if self.constant is not None:
             return
         bucket = self._bucket(tokens)
+        ok = isinstance(counts_LE, np.ndarray) and counts_LE.dtype.kind in "iu" and counts_LE.ndim == 2
+        if not (ok and counts_LE.shape[1] == self.num_experts and len(counts_LE)):
+            what = (
+                f"{counts_LE.dtype} {list(counts_LE.shape)}"
+                if isinstance(counts_LE, np.ndarray)
+                else brief(counts_LE)
+            )
+            raise ConfigError(f"counts must be an array of integers [layers, {self.num_experts}], got {what}")
         if bucket.rest or len(bucket.paths) == 1:
             bucket.rest -= bucket.rest > 0
             return
+        if (
+            counts_LE.dtype.kind == "i" and counts_LE.min() < 0
+        ):  # only where the step is looked at: it costs time
+            raise ConfigError(f"counts must not be negative, got {counts_LE.min()}")
         costs = bucket.costs(counts_LE).tolist()
         least = min(costs)
         if least >= (1 - self.gain) * costs[bucket.now]:
@@ -162,7 +189,11 @@ class Selector:
         return dict(zip(bucket.paths, bucket.costs(np.asarray(counts_LE)).tolist()))
 
     def _bucket(self, tokens: int) -> _Bucket:
-        bits = (tokens - 1).bit_length() if tokens > 1 else 0
+        if type(tokens) is not int:
+            tokens = _integer("tokens", tokens)
+        if not 1 <= tokens <= MOST_TOKENS:
+            raise ConfigError(f"tokens must lie in 1..{MOST_TOKENS}, got {brief(tokens)}")
+        bits = (tokens - 1).bit_length()
         if bits >= len(self._buckets):
             self._buckets += [None] * (bits + 1 - len(self._buckets))
         bucket = self._buckets[bits]
