@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tinymoe.__main__ import COMMANDS, main
+from tinymoe.bench import engine as bench_engine
 from tinymoe.core.params import SamplingParams
 from tinymoe.llm import LLM
 
@@ -33,6 +34,24 @@ def one_line(text):
     assert text.startswith("tinymoe ")
     assert text.count("\n") == 1, text
     return text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--repeats", "0"], "--repeats must be at least 1, got 0"),
+        (["--output-tokens", "0"], "--output-tokens must be at least 1, got 0"),
+        (["--threads", "-1"], "--threads must be at least 1, got -1"),
+        (["--seed", "-1"], "--seed must be at least 0, got -1"),
+    ],
+    ids=lambda v: v[0] if isinstance(v, list) else "",
+)
+def test_a_benchmark_that_measures_nothing_is_refused_before_a_model_is_loaded(
+    monkeypatch, capsys, words, message
+):
+    monkeypatch.setattr(bench_engine, "LLM", None)
+    assert main(["bench", "engine", *words]) == 1
+    assert message in one_line(capsys.readouterr().err)
 
 
 # What is printed

@@ -288,6 +288,48 @@ REFUSED = [
         {"model_type": "qwen3_moe", "num_experts": 4, "num_local_experts": 5},
         "num_local_experts (5) contradicts num_exp",
     ),
+    (
+        {"model_type": "llama", "rms_norm_eps": -1e-6},
+        "rms_norm_eps must be finite and not negative, got -1e-06",
+    ),
+    (
+        {"model_type": "llama", "rms_norm_eps": float("nan")},
+        "rms_norm_eps must be finite and not negative, got nan",
+    ),
+    (
+        {"model_type": "llama", "rms_norm_eps": float("inf")},
+        "rms_norm_eps must be finite and not negative, got inf",
+    ),
+    (
+        {"model_type": "llama", "rms_norm_eps": 10**400},
+        "rms_norm_eps must be a number that fits in 64 bits, got 1000",
+    ),
+    ({"model_type": "olmoe", "clip_qkv": 0}, "clip_qkv must be None or a positive finite number, got 0.0"),
+    (
+        {"model_type": "olmoe", "clip_qkv": float("nan")},
+        "clip_qkv must be None or a positive finite number, got nan",
+    ),
+    ({"model_type": "llama", "num_hidden_layers": -3}, "num_hidden_layers must be positive, got -3"),
+    (
+        {"model_type": "qwen3_moe", "mlp_only_layers": [0, 3]},
+        "mlp_only_layers must be a list of layers in 0..2, got [0, 3]",
+    ),
+    (
+        {"model_type": "qwen3_moe", "mlp_only_layers": ["0"]},
+        "mlp_only_layers must be a list of layers in 0..2, got ['0']",
+    ),
+    (
+        {"model_type": "qwen3_moe", "mlp_only_layers": "01"},
+        "mlp_only_layers must be a list of layers in 0..2, got '01'",
+    ),
+    (
+        {"model_type": "qwen3_moe", "mlp_only_layers": 0},
+        "mlp_only_layers must be a list of layers in 0..2, got 0",
+    ),
+    (
+        {"model_type": "qwen3_moe", "mlp_only_layers": [True]},
+        "mlp_only_layers must be a list of layers in 0..2, got [True]",
+    ),
     ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step must be at least 1, got 0"),
     (
         {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 5},

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tinymoe.core.model_config import ConfigError, LayerConfig, ModelConfig, MoEConfig, RopeConfig
-from tinymoe.model import weights
+from tinymoe.llm import LLM
+from tinymoe.model import decoder, weights
 from tinymoe.model.attention import CausalAttend
 from tinymoe.model.decoder import Decoder
 from tinymoe.model.tensor_names import Slot, num_rows, tensor_slots, to_hf
@@ -415,6 +416,44 @@ def test_dtype_errors(copy):
     edit_config(path, dtype="float64")
     fails(path, "the checkpoint's dtype 'float64' is not supported: choose dtype='float32' or")
     load_model(path, dtype="float32")
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_weights_that_the_machine_cannot_hold_are_refused_before_they_are_made(monkeypatch, load_format):
+    path = folder(DENSE_CASE)
+    count = load_model(path, "float32").config.num_parameters()
+    monkeypatch.setattr(decoder, "memory_bytes", lambda device: 4 * count - 1)
+    monkeypatch.setattr(torch, "empty", None)  # nothing may be allocated
+    message = rf"the weights do not fit: {count} parameters x 4 bytes \(torch.float32\) = 0\.0 GiB, and cpu has 0\.0 GiB: take"
+    with pytest.raises(ConfigError, match=message):
+        load_model(path, "float32", load_format=load_format)
+
+
+@pytest.mark.parametrize("room", [0, None])
+def test_weights_that_just_fit_are_loaded(monkeypatch, room):
+    config = load_model(folder(DENSE_CASE), "float32").config
+    room = room if room is None else 2 * config.num_parameters()
+    monkeypatch.setattr(decoder, "memory_bytes", lambda device: room)
+    assert load_model(folder(DENSE_CASE), "bfloat16").norm.weight.dtype == torch.bfloat16
+
+
+def test_a_model_that_no_machine_holds_is_refused(copy):
+    path = copy(DENSE_CASE)
+    edit_config(path, vocab_size=10**18)
+    with pytest.raises(ConfigError, match=r"the weights do not fit: .* and cpu has"):
+        load_model(path, "float32", load_format="dummy")
+
+
+def test_auto_widens_on_a_cpu_only_what_is_known(copy):
+    path = copy(DENSE_CASE)
+    edit_config(path, dtype="bfloat16")
+    assert load_model(path, widen=True).norm.weight.dtype == torch.float32
+    assert load_model(path).norm.weight.dtype == torch.bfloat16
+    assert load_model(path, "float16", widen=True).norm.weight.dtype == torch.float16
+    edit_config(path, dtype="float7")
+    fails(path, "the checkpoint's dtype 'float7' is not supported: choose dtype='float32' or", widen=True)
+    with pytest.raises(CheckpointError, match="dtype 'float7' is not supported"):
+        LLM(path, device="cpu", skip_tokenizer_init=True)
 
 
 def test_files_are_closed_when_a_later_one_cannot_be_opened(tmp_path):

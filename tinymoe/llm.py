@@ -162,9 +162,7 @@ class LLM:
         config = EngineConfig(**options)
         folder = resolve_model(model)
         self.device = pick_device(device)
-        if dtype == "auto" and self.device.type == "cpu":
-            dtype = "float32"
-        decoder = load_model(folder, dtype, self.device, load_format)
+        decoder = load_model(folder, dtype, self.device, load_format, widen=True)
         self.model_config = decoder.config
         self._params, eos = recommended(folder, decoder.config.vocab_size)
         self._tokenizer = None if skip_tokenizer_init else Tokenizer(folder)
@@ -177,7 +175,7 @@ class LLM:
             its_folder = resolve_model(config.speculation.model)
             if self._tokenizer is not None:
                 _same_vocabulary(self._tokenizer, folder, its_folder)
-            draft = load_model(its_folder, dtype, self.device, load_format)
+            draft = load_model(its_folder, dtype, self.device, load_format, widen=True)
         self.engine = Engine(decoder, config, text=self._tokenizer, eos_token_ids=eos or (), draft=draft)
         self._count = 0
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tinymoe.bench.results import timing, write_results
 from tinymoe.bench.scheduling import measure_scheduling
+from tinymoe.core.model_config import require
 from tinymoe.core.params import SamplingParams
 from tinymoe.core.trace import Trace
 from tinymoe.llm import LLM, resolve_model
@@ -131,6 +132,9 @@ def measure_step(llm: LLM, prompts: list[list[int]], tokens: int) -> dict[str, f
 
 
 def run(arguments: argparse.Namespace) -> int:
+    for name, least in (("repeats", 1), ("output_tokens", 1), ("threads", 1), ("seed", 0)):
+        value = getattr(arguments, name)
+        require(value >= least, f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     torch.set_num_threads(arguments.threads)
     rng = np.random.default_rng(arguments.seed)
     llm = LLM(arguments.model, skip_tokenizer_init=True)

@@ -5,6 +5,7 @@ E experts, K experts chosen per token, N query heads, G key/value heads, H head 
 V vocabulary, L layers, S sequences.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -179,6 +180,10 @@ class ModelConfig:
             f"qk_norm must be None, 'head' or 'full', got {self.qk_norm!r}",
         )
         require(len(self.layers) > 0, "num_hidden_layers must be positive, got 0")
+        ok = 0 <= self.rms_norm_eps < math.inf
+        require(ok, f"rms_norm_eps must be finite and not negative, got {self.rms_norm_eps}")
+        ok = self.clip_qkv is None or 0 < self.clip_qkv < math.inf
+        require(ok, f"clip_qkv must be None or a positive finite number, got {self.clip_qkv}")
         require(
             self.num_attention_heads % self.num_key_value_heads == 0,
             f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from tinymoe import ops
-from tinymoe.cache.devices import free_bytes
-from tinymoe.core.model_config import ModelConfig, require
+from tinymoe.cache.devices import free_bytes, memory_bytes
+from tinymoe.core.model_config import ConfigError, ModelConfig
 from tinymoe.model.attention import Attend, Attention
 from tinymoe.model.layers import MLP, RMSNorm, Rotary, activation
 from tinymoe.model.moe import MoE, RouteSink
@@ -91,17 +91,21 @@ class Decoder(nn.Module):
         """A decoder whose parameters have memory of their own, uninitialised.
 
         The selection bias stays float32 (as in transformers): it is compared with scores in float32, and moves by steps
-        too small for 16 bits. Raises ConfigError with the arithmetic if a GPU has too little memory.
+        too small for 16 bits. Raises ConfigError with the arithmetic, before anything is made, if the memory that a GPU has
+        free, or all that the machine has, is too little.
         """
+        count = config.num_parameters()
+        wanted, room, free = count * dtype.itemsize, free_bytes(device), " free"
+        if room is None:
+            room, free = memory_bytes(device), ""
+        if room is not None and wanted > room:
+            raise ConfigError(
+                f"the weights do not fit: {count} parameters x {dtype.itemsize} bytes ({dtype}) = {wanted / 2**30:.1f} GiB, "
+                f"and {device} has {room / 2**30:.1f} GiB{free}: take a narrower dtype, a smaller model, or a device with "
+                "more memory"
+            )
         with torch.device("meta"):
             model = cls(config)
-        wanted = sum(p.numel() for p in model.parameters()) * dtype.itemsize
-        room = free_bytes(device)
-        require(
-            room is None or wanted <= room,
-            f"the weights do not fit: {wanted / 2**30:.1f} GiB in {dtype}, and {device} has {(room or 0) / 2**30:.1f} "
-            "GiB free: take a narrower dtype, a smaller model, or a device with more memory",
-        )
         for name, parameter in list(model.named_parameters()):
             owner, _, leaf = name.rpartition(".")
             kept = torch.float32 if leaf == "selection_bias" else dtype

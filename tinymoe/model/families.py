@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from tinymoe.core.model_config import ConfigError, LayerConfig, ModelConfig, MoEConfig, require
+from tinymoe.core.model_config import ConfigError, LayerConfig, ModelConfig, MoEConfig, brief, require
 from tinymoe.model.hf_config import Options, refuse_unsupported, rope_from_hf
 from tinymoe.model.layers import activation
 
@@ -35,7 +35,11 @@ def _every_layer(o: Options, index: int, window: int | None) -> LayerConfig:
 
 def _qwen_sparse(o: Options, index: int, window: int | None) -> LayerConfig:
     """Every decoder_sparse_step-th layer is MoE, unless it is listed in mlp_only_layers."""
-    step, mlp_only = o.int("decoder_sparse_step"), o.get("mlp_only_layers") or ()
+    step, mlp_only = o.int("decoder_sparse_step"), o.get("mlp_only_layers")
+    mlp_only = [] if mlp_only is None else mlp_only
+    layers = o.int("num_hidden_layers")
+    ok = isinstance(mlp_only, list | tuple) and all(type(n) is int and 0 <= n < layers for n in mlp_only)
+    require(ok, f"mlp_only_layers must be a list of layers in 0..{layers - 1}, got {brief(mlp_only)}")
     require(step >= 1, f"decoder_sparse_step must be at least 1, got {step}")
     if index in mlp_only or o.int("num_experts") == 0 or (index + 1) % step != 0:
         return _dense(o, index, window)
@@ -239,6 +243,7 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     o = Options(config, family.defaults, family.aliases, family.fixed)
 
     width, heads, layers = o.int("hidden_size"), o.int("num_attention_heads"), o.int("num_hidden_layers")
+    require(layers >= 1, f"num_hidden_layers must be positive, got {layers}")
     head_dim = o.get("head_dim")
     require(
         head_dim is not None or (heads > 0 and width % heads == 0),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from tinymoe.core.model_config import ConfigError, ModelConfig, MoEConfig, RopeConfig, require
+from tinymoe.core.model_config import ConfigError, ModelConfig, MoEConfig, RopeConfig, brief, require
 
 # Options of other architectures and the values that leave results alone; any other value changes them.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -91,7 +91,10 @@ class Options:
         value = self.get(name)
         ok = isinstance(value, int | float) and not isinstance(value, bool)
         require(ok, f"{name} must be a number, got {value!r}")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise ConfigError(f"{name} must be a number that fits in 64 bits, got {brief(value)}") from error
 
     def bool(self, name: str) -> bool:
         value = self.get(name)

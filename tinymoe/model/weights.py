@@ -177,7 +177,8 @@ class Checkpoint:
         if dtype == "auto":
             said = self.config.get("dtype") or self.config.get("torch_dtype")
             if said is None:
-                said = self.dtype("model.norm.weight") if self.names else "float32"
+                norm = "model.norm.weight"  # where it is missing, `slots` says so
+                said = self.dtype(norm) if norm in self.names else "float32"
             said = str(said).removeprefix("torch.")
             _need(
                 said in DTYPES, f"the checkpoint's dtype {said!r} is not supported: choose dtype={_CHOICES}"
@@ -246,17 +247,21 @@ def load_model(
     dtype: Dtype = "auto",
     device: str | torch.device = "cpu",
     load_format: str = "safetensors",
+    widen: bool = False,
 ) -> Decoder:
     """Load a checkpoint folder: config.json, and model.safetensors or shards with model.safetensors.index.json.
 
     dtype: of all parameters but the selection bias (float32); "auto" takes the checkpoint's. The decoder is in eval
     mode. A tied model may bring lm_head.weight as well if it equals the embedding, and rotary buffers are passed over.
     load_format: "dummy" needs config.json only and makes random weights (seed 0), for measuring speed.
-    Raises CheckpointError, naming file, tensor or option and what to do.
+    widen: on a CPU "auto" is float32, if the checkpoint's own dtype is one of DTYPES.
+    Raises CheckpointError, naming file, tensor or option and what to do, and ConfigError if the weights do not fit.
     """
     device = torch.device(device)
     with Checkpoint(folder, read_weights=load_format != "dummy") as checkpoint:
         kept = checkpoint.model_dtype(dtype)
+        if widen and dtype == "auto" and device.type == "cpu":
+            kept = torch.float32
         if load_format == "dummy":
             model = Decoder.empty(checkpoint.model_config, kept, device).init_weights()
         else:
