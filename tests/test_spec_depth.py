@@ -316,6 +316,7 @@ REFUSED = [
     ({**GOOD, "num_speculative_tokens": 0}, "num_speculative_tokens must be an int of at least 1, got 0"),
     ({**GOOD, "num_speculative_tokens": True}, "num_speculative_tokens must be an int of at least 1"),
     ({**GOOD, "num_speculative_tokens": 2.0}, "num_speculative_tokens must be an int of at least 1"),
+    ({**GOOD, "num_speculative_tokens": 65}, "num_speculative_tokens must be at most 64, got 65"),
     ({**GOOD, "adaptive": 1}, "adaptive must be True or False, got 1"),
     ({**GOOD, "model": "quintet-draft"}, "model belongs to method 'draft_model', and the method is 'ngram'"),
     ({**GOOD, "num_experts_per_tok": 1}, "num_experts_per_tok belongs to method 'self'"),
@@ -342,6 +343,7 @@ def test_what_is_refused(value, message):
 
 
 def test_what_a_dict_means():
+    assert SpeculativeConfig.of({**GOOD, "num_speculative_tokens": 64}).num_speculative_tokens == 64
     assert EngineConfig(speculative_config=GOOD).speculation == SpeculativeConfig(
         method="ngram", num_speculative_tokens=3, prompt_lookup_max=4, prompt_lookup_min=2
     )

@@ -9,7 +9,7 @@ import pytest
 from tiny_models import GREEDY, NAMES, NEW, alone, cases, engine, finish, model, seeded, tokens_of
 
 from tinymoe.core.config import EngineConfig
-from tinymoe.core.model_config import LayerConfig, ModelConfig
+from tinymoe.core.model_config import ConfigError, LayerConfig, ModelConfig
 from tinymoe.engine.engine import Engine
 from tinymoe.engine.spec.drafter import ModelDrafter
 from tinymoe.engine.spec.proposer import Proposer
@@ -44,6 +44,8 @@ def random_draft(vocab):
 def guessing(name, how="draft", eos=(), spec=(), **options) -> Engine:
     """An engine that speculates, coupled and at full depth unless `spec` says otherwise."""
     target = model(name)
+    if how == "fewer" and not target.config.is_moe:
+        pytest.skip("a model without experts cannot have fewer")
     draft = {"draft": random_draft(target.config.vocab_size), "itself": target}.get(how)
     settings = SPECS[how] | {"acceptance": "coupled", "adaptive": False} | dict(spec)
     config = EngineConfig(**{"max_model_len": 128, **options}, speculative_config=settings)
@@ -79,6 +81,29 @@ def test_tokens_are_those_of_the_plain_loop(name, engine_of, how):
         assert m["preemptions"] > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "more", "message"),
+    [
+        ("dense", {}, "method 'self' drafts with fewer experts, and this model has none"),
+        (
+            "moe",
+            {"num_experts_per_tok": 99},
+            "num_experts_per_tok must be at most the model's own {own}, got 99",
+        ),
+        (
+            "moe",
+            {"num_experts_per_tok": 10**30},
+            "num_experts_per_tok must be at most the model's own {own}, got 1000",
+        ),
+    ],
+)
+def test_fewer_experts_than_the_model_has(name, more, message):
+    config = EngineConfig(max_model_len=128, speculative_config=SPECS["fewer"] | more)
+    with pytest.raises(ConfigError) as error:
+        Engine(model(name), config, eos_token_ids=())
+    assert message.format(own=model(name).config.max_top_k) in str(error.value)
+
+
 @pytest.mark.skipif("quintet-moe" not in NAMES, reason="the bundled model is missing")
 @pytest.mark.parametrize("how", ["fewer", "ngram"])
 def test_the_bundled_model(how):
@@ -91,7 +116,11 @@ def test_the_bundled_model(how):
 @pytest.mark.parametrize("acceptance", ["exact", "coupled"])
 @pytest.mark.parametrize("name", SMALL)
 def test_the_model_with_all_its_experts_accepts_everything(name, acceptance):
-    spec = {"num_experts_per_tok": 99, "num_speculative_tokens": 4, "acceptance": acceptance}
+    spec = {
+        "num_experts_per_tok": model(name).config.max_top_k,
+        "num_speculative_tokens": 4,
+        "acceptance": acceptance,
+    }
     one = guessing(name, "fewer", spec=spec)
     add_all(one, name)
     out = finish(one)
@@ -399,7 +428,7 @@ def test_a_long_prompt_is_caught_up_in_pieces():
 def test_forks_and_copies_carry_the_drafts_cache_along():
     """All drafts of a draft that is the target are accepted, so its cache must be right, in copied and reused pages too."""
     for how, caching in (("itself", True), ("itself", False), ("fewer", True)):
-        spec = {"num_experts_per_tok": 9} if how == "fewer" else {}
+        spec = {"num_experts_per_tok": model("moe").config.max_top_k} if how == "fewer" else {}
         one = guessing("moe", how, spec=spec, block_size=64, enable_prefix_caching=caching)
         for turn in "ab":
             one.add_request(f"{turn}-many", cases("moe")[5].prompt, seeded(40, n=4))

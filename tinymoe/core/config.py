@@ -9,6 +9,7 @@ from tinymoe.core.model_config import ConfigError, ModelConfig, brief, require
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 METHODS = ("draft_model", "ngram", "self")
+MOST_DRAFTS = 64  # so many are hardly ever all accepted, and each takes a place in the step of every sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,7 @@ class SpeculativeConfig:
     method: who proposes tokens. "draft_model": another model, `model` (name or folder) with the same vocabulary; "ngram": what
         followed the last time that the newest tokens were seen, at most prompt_lookup_max (4) and at least prompt_lookup_min
         (2) of them; "self": the model itself with num_experts_per_tok experts a token (default 1).
-    num_speculative_tokens: most tokens proposed per step and sequence.
+    num_speculative_tokens: most tokens proposed per step and sequence, at most 64.
     acceptance: "exact" keeps the distribution of sampled tokens (rejection sampling); "coupled" keeps the sampled tokens
         themselves, those of plain decoding. Greedy tokens are those of plain decoding either way.
     adaptive: propose as many as the measured times and acceptance make worthwhile, perhaps none; False: always all.
@@ -78,6 +79,11 @@ class SpeculativeConfig:
         ):
             value = getattr(self, name)
             require(_count(value), f"{where}{name} must be an int of at least 1, got {brief(value)}")
+        drafts = self.num_speculative_tokens
+        require(
+            drafts <= MOST_DRAFTS,
+            f"{where}num_speculative_tokens must be at most {MOST_DRAFTS}, got {brief(drafts)}",
+        )
         require(
             (self.prompt_lookup_min or 0) <= (self.prompt_lookup_max or 0),
             f"{where}prompt_lookup_min ({self.prompt_lookup_min}) exceeds prompt_lookup_max ({self.prompt_lookup_max})",

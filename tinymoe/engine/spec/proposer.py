@@ -8,7 +8,7 @@ from torch import Tensor
 from tinymoe.cache.blocks import BlockManager
 from tinymoe.cache.storage import KVStorage
 from tinymoe.core.config import EngineConfig
-from tinymoe.core.model_config import require
+from tinymoe.core.model_config import brief, require
 from tinymoe.core.sequence import Sequence
 from tinymoe.core.trace import Trace
 from tinymoe.engine.sampling import Row, Sampler
@@ -144,9 +144,20 @@ def check_speculation(
         "speculative_config's method 'draft_model' needs the draft's Decoder, and nothing else does: Engine(..., draft=...), "
         "which LLM loads by itself",
     )
+    mine, options = model.config, config.speculation
+    if options is not None and options.method == "self":
+        require(
+            mine.is_moe,
+            "speculative_config's method 'self' drafts with fewer experts, and this model has none",
+        )
+        fewer, own = options.num_experts_per_tok or 1, mine.max_top_k
+        require(
+            fewer <= own,
+            f"speculative_config: num_experts_per_tok must be at most the model's own {own}, got {brief(fewer)}",
+        )
     if draft is None:
         return
-    mine, its = model.config, draft.config
+    its = draft.config
     require(
         its.vocab_size == mine.vocab_size,
         f"the draft model has {its.vocab_size} token ids, the model has {mine.vocab_size}: a draft must have the model's "
