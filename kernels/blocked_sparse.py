@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tinymoe.kernels.checks import check_layer, check_routes
 from tinymoe.kernels.combine import combine
 from tinymoe.kernels.grouped_gemm import Tile, multiply, place, precision, silu
 from tinymoe.kernels.sort_tokens import Sorted, sort_tokens
@@ -145,10 +146,14 @@ def padding(counts_E: torch.Tensor, block: int) -> torch.Tensor:
     return torch.where(stored > 0, stored / counts_E.sum().clamp(min=1), 1.0)
 
 
-def block_tiles(block: int, dtype: torch.dtype) -> tuple[int, Tile, Tile]:
-    """Block, SDD's tile (block_n is the block) and DSD's (block_k is the block)."""
+def check_block(block: int) -> None:
     if block not in BLOCKS:
         raise ValueError(f"block must be one of {BLOCKS}, got {block}")
+
+
+def block_tiles(block: int, dtype: torch.dtype) -> tuple[int, Tile, Tile]:
+    """Block, SDD's tile (block_n is the block) and DSD's (block_k is the block)."""
+    check_block(block)
     warps = 8 if block == 128 else 4
     if dtype is torch.float32:
         return block, Tile(block, 16 if block == 128 else 32, 8, 2, group=4), Tile(min(block, 64), block, 8, 1, group=4)  # fmt: skip
@@ -170,10 +175,15 @@ def blocked_sparse(
 ) -> torch.Tensor:
     """x [T, H], ids [T, K] int32, weights [T, K] float32, gate_up [E, 2I, H] (gate rows first), down [E, H, I]
     -> [T, H]: the weighted sum over each token's slots, + shared, + residual. block: one of 16, 32, 64, 128; tiles
-    instead: block, SDD's tile and DSD's. Raises ValueError for another block."""
+    instead: block, SDD's tile and DSD's. ids and weights are contiguous, all else is as for fused_moe. Raises ValueError for
+    another block, and for shapes, dtypes and layouts that do not fit.
+    """
+    check_layer(x_TH, gate_up_E2IH, down_EHI, residual_TH, shared_TH)
+    check_routes(ids_TK, weights_TK, x_TH.shape[0])
     T, H = x_TH.shape
     E, _, I = down_EHI.shape
     block, up, down = tiles or block_tiles(block, x_TH.dtype)
+    check_block(block)
     s = sort_tokens(ids_TK, E, block)
     t = topology(s, I)
     h = torch.empty(t.column_indices.shape[0], block, block, dtype=x_TH.dtype, device=x_TH.device)

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tinymoe.kernels.checks import FLOATS, INTEGERS, check
+
 
 @triton.jit
 def combine_kernel(
@@ -40,8 +42,17 @@ def combine(
     residual_TH: torch.Tensor | None = None,
     shared_TH: torch.Tensor | None = None,
 ) -> None:
-    """Writes out [T, H] = sum of y [T*K, H] over each token's slots, + shared, + residual."""
+    """Writes out [T, H] = sum of y [T*K, H] over each token's slots, + shared, + residual; ids [T, K] int32 or int64.
+
+    Raises ValueError for shapes, dtypes and layouts that do not fit.
+    """
+    check("out", out_TH, ("T", "H"))
     T, H = out_TH.shape
+    check("ids", ids_TK, (T, "K"), INTEGERS)
+    check("y", y_PH, (ids_TK.numel(), H))
+    for name, t in (("residual", residual_TH), ("shared", shared_TH)):
+        if t is not None:
+            check(name, t, (T, H), FLOATS, "rows")
     if not T:
         return
     block = min(1024, triton.next_power_of_2(H))

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tinymoe.kernels.checks import check_layer, check_routes
 from tinymoe.kernels.combine import combine
 from tinymoe.kernels.grouped_gemm import Tile, multiply, precision, silu
 
@@ -138,7 +139,12 @@ def dense_masked(
 ) -> torch.Tensor:
     """x [T, H], ids [T, K] int32, weights [T, K] float32, gate_up [E, 2I, H] (gate rows first), down [E, H, I]
     -> [T, H]: the weighted sum over each token's slots, + shared, + residual. tiles: rows of a tile, and the tiles of up
-    and down; None takes those for the number of tokens."""
+    and down; None takes those for the number of tokens.
+    ids and weights are contiguous, all else is as for fused_moe. Raises ValueError for shapes, dtypes and layouts that do
+    not fit.
+    """
+    check_layer(x_TH, gate_up_E2IH, down_EHI, residual_TH, shared_TH)
+    check_routes(ids_TK, weights_TK, x_TH.shape[0])
     T, H = x_TH.shape
     E, _, I = down_EHI.shape
     K = ids_TK.shape[1]

@@ -14,6 +14,7 @@ import torch
 import triton
 
 from tinymoe.kernels.blocked_sparse import block_tiles, blocked_sparse
+from tinymoe.kernels.checks import FLOATS, check
 from tinymoe.kernels.dense_masked import DENSE16, DENSE64, DENSE_WIDE, dense_masked
 from tinymoe.kernels.fused_moe import INVARIANT, WIDE, DecodeTile, Plan, fused_moe
 from tinymoe.kernels.grouped_gemm import Tile
@@ -79,13 +80,20 @@ def run(
     shared_TH: torch.Tensor | None = None,
     **routing,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The layer by the named path: arguments and results are those of fused_moe, num_valid included."""
-    plan = plan_of(path, x_TH.shape[0], top_k, x_TH.shape[1], down_EHI.shape[2], x_TH.dtype)
+    """The layer by the named path: arguments and results are those of fused_moe, num_valid included. Raises
+    ValueError for a name that is none of PATHS, and for what fused_moe refuses."""
+    if x_TH.dim() != 2 or down_EHI.dim() != 3:
+        raise ValueError(
+            f"x must be [T, H] and down [E, H, I], got {list(x_TH.shape)} and {list(down_EHI.shape)}"
+        )
+    (T, H), (E, _, I) = x_TH.shape, down_EHI.shape
+    plan = plan_of(path, T, top_k, H, I, x_TH.dtype)
     if isinstance(plan, Plan):
         return fused_moe(
             x_TH, logits_TE, gate_up_E2IH, down_EHI, top_k, residual_TH=residual_TH, shared_TH=shared_TH, use=plan,
             **routing,
         )  # fmt: skip
+    check("logits", logits_TE, (T, E), FLOATS, "rows")  # before ids are made from them
     ids_TK, weights_TK = topk_softmax(logits_TE, top_k, **routing)
     layer = dense_masked if path.startswith("dense") else blocked_sparse
     out_TH = layer(x_TH, ids_TK, weights_TK, gate_up_E2IH, down_EHI, residual_TH, shared_TH, tiles=plan)

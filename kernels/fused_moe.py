@@ -24,10 +24,11 @@ import torch
 import triton
 import triton.language as tl
 
+from tinymoe.kernels.checks import check_layer
 from tinymoe.kernels.combine import combine
 from tinymoe.kernels.grouped_gemm import Tile, down, silu, up
 from tinymoe.kernels.sort_tokens import sort_tokens
-from tinymoe.kernels.topk_softmax import check_num_valid, route, route_constants, topk_softmax
+from tinymoe.kernels.topk_softmax import check_routing, route, route_constants, topk_softmax
 
 # Few tokens: no sort
 
@@ -188,16 +189,16 @@ def fused_moe(
     **routing,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x [T, H], logits [T, E], gate_up [E, 2I, H] (gate rows first), down [E, H, I] -> out [T, H], ids [T, K] int32,
-    weights [T, K] float32. x, weights and out share one dtype (float32, bfloat16 or float16); products are summed in
-    float32. out = sum over the router's slots, + shared [T, H], + residual [T, H]. num_valid: one int32 on the device;
+    weights [T, K] float32. All but the routes and the logits share one dtype (float32, bfloat16 or float16); products are
+    summed in float32. out = sum over the router's slots, + shared [T, H], + residual [T, H]. num_valid: one int32 on the device;
     rows from there on (the padding of a CUDA graph) visit no expert, whatever they hold: ids -1, weights 0, and out is
     shared + residual, or 0. routing: as for topk_softmax. use: another plan than `plan` chooses. Raises ValueError for
     shapes, dtypes and layouts that do not fit.
     """
-    check_num_valid(num_valid)
+    check_layer(x_TH, gate_up_E2IH, down_EHI, residual_TH, shared_TH, logits_TE)
+    check_routing(logits_TE, top_k, selection_bias_E, num_valid)
     T, H = x_TH.shape
     E, I = gate_up_E2IH.shape[0], gate_up_E2IH.shape[1] // 2
-    _check(x_TH, logits_TE, gate_up_E2IH, down_EHI)
     chosen = use or plan(T, E, top_k, H, I, invariant, x_TH.dtype is torch.float32)
     out_TH = torch.empty(T, H, dtype=x_TH.dtype, device=x_TH.device)
     h_PI = torch.empty(T * top_k, I, dtype=x_TH.dtype, device=x_TH.device)
@@ -219,6 +220,8 @@ def fused_moe(
         decode_down(
             h_PI, ids_TK, weights_TK, down_EHI, out_TH, residual_TH, shared_TH, num_valid, chosen.down
         )
+    else:
+        route_constants(E, top_k, **routing)  # refuses what it would refuse for more tokens
     return out_TH, ids_TK, weights_TK
 
 
@@ -263,29 +266,6 @@ def grouped(
     up(x_TH, gate_up_E2IH, s, h_PI, ids_TK.shape[1], chosen.up)
     down(h_PI, down_EHI, weights_TK, s, y_PH, chosen.down)
     combine(y_PH, ids_TK, E, out_TH, residual_TH, shared_TH)
-
-
-def _check(x_TH, logits_TE, gate_up_E2IH, down_EHI) -> None:
-    E, two_I, H = gate_up_E2IH.shape
-    shapes = {
-        "x": (tuple(x_TH.shape), (x_TH.shape[0], H)),
-        "logits": (tuple(logits_TE.shape), (x_TH.shape[0], E)),
-        "down": (tuple(down_EHI.shape), (E, H, two_I // 2)),
-    }
-    for name, (got, wanted) in shapes.items():
-        if got != wanted:
-            raise ValueError(
-                f"{name} has shape {list(got)}, but gate_up {[E, two_I, H]} asks for {list(wanted)}"
-            )
-    for name, t in (("gate_up", gate_up_E2IH), ("down", down_EHI)):
-        if t.dtype is not x_TH.dtype:
-            raise ValueError(f"{name} is {t.dtype} and x is {x_TH.dtype}: convert one of them")
-        if t.stride()[1:] != (t.shape[2], 1):
-            raise ValueError(
-                f"an expert's {name} must be contiguous, got strides {list(t.stride())}: call .contiguous()"
-            )
-    if x_TH.stride(1) != 1 or logits_TE.stride(1) != 1:
-        raise ValueError("rows of x and logits must be contiguous: call .contiguous()")
 
 
 # python -m tinymoe.kernels.fused_moe

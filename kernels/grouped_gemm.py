@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tinymoe.kernels.checks import FLOATS, check
 from tinymoe.kernels.sort_tokens import Sorted
 
 
@@ -244,11 +245,20 @@ def tma_constants(s: Sorted, tile: Tile) -> dict:
 def up(
     x_TH: torch.Tensor, gate_up_E2IH: torch.Tensor, s: Sorted, h_PI: torch.Tensor, top_k: int, tile: Tile
 ) -> None:
-    """Writes silu(x @ gate^T) * (x @ up^T) of every sorted row to h [P, I]; rows of nobody stay as they are."""
-    H, I = x_TH.shape[1], h_PI.shape[1]
+    """Writes silu(x @ gate^T) * (x @ up^T) of every sorted row to h [P, I]; rows of nobody stay as they are.
+
+    Raises ValueError for shapes, dtypes and layouts that do not fit.
+    """
+    P, E = s.order.shape[0], s.offsets.shape[0] - 1
+    check("h", h_PI, (P, "I"))
+    check("x", x_TH, ("T", "H"), FLOATS, "rows")
+    (T, H), I = x_TH.shape, h_PI.shape[1]
+    if T * top_k != P:
+        raise ValueError(f"{T} tokens of top_k {top_k} are not the {P} pairs that were sorted")
+    check("gate_up", gate_up_E2IH, (E, 2 * I, H), (x_TH.dtype,), "experts")
     grid = (s.tile_row.shape[0] * triton.cdiv(I, tile.block_n),)
     if grid[0] and tile.tma and takes_tma(x_TH, gate_up_E2IH):
-        E, P, block = gate_up_E2IH.shape[0], h_PI.shape[0], min(2048, triton.next_power_of_2(H))
+        block = min(2048, triton.next_power_of_2(H))
         x_sorted = torch.empty(P, H, dtype=x_TH.dtype, device=x_TH.device)
         gather_kernel[(P, triton.cdiv(H, block))](
             x_TH, s.order, s.offsets, x_sorted, x_TH.stride(0), top_k, H=H, E=E, BLOCK=block, num_warps=4
@@ -273,8 +283,17 @@ def down(
     y_PH: torch.Tensor,
     tile: Tile,
 ) -> None:
-    """Writes weight * (h @ down^T) of every sorted row to its pair's row of y [P, H]; pairs of nobody stay as they are."""
+    """Writes weight * (h @ down^T) of every sorted row to its pair's row of y [P, H]; pairs of nobody stay as they
+    are. Raises ValueError for shapes, dtypes and layouts that do not fit.
+    """
+    P, E = s.order.shape[0], s.offsets.shape[0] - 1
+    check("h", h_PI, (P, "I"))
+    check("down", down_EHI, (E, "H", h_PI.shape[1]), (h_PI.dtype,), "experts")
     H, I = down_EHI.shape[1:]
+    check("y", y_PH, (P, H))
+    check("weights", weights_TK, ("T", "K"))
+    if weights_TK.numel() != P:
+        raise ValueError(f"weights [T, K] must hold one for each of {P} pairs, got {list(weights_TK.shape)}")
     grid = (s.tile_row.shape[0] * triton.cdiv(H, tile.block_n),)
     if grid[0] and tile.tma and takes_tma(h_PI, down_EHI):
         down_tma_kernel[grid](

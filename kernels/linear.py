@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tinymoe.kernels.checks import FLOATS, check, short
+
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 64, 64
 FEW = 16  # rows that `linear_few` takes
 WIDE = (32, 32, 32)  # float32: twice the room, and no tensor cores
@@ -70,10 +72,13 @@ def few_kernel(
 
 
 def linear_few(x_TK: torch.Tensor, weight_NK: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """x [T, K] @ weight.T [K, N] -> [T, N] for at most FEW rows and a small weight, such as a router's."""
-    (T, K), N = x_TK.shape, weight_NK.shape[0]
-    if x_TK.stride(1) != 1 or weight_NK.stride(1) != 1:
-        raise ValueError("rows of x and weight must be contiguous: call .contiguous()")
+    """x [T, K] @ weight.T [K, N] -> [T, N] for at most FEW rows and a small weight, such as a router's.
+
+    K is at least 1. Raises ValueError for shapes, dtypes and layouts that do not fit.
+    """
+    T, K, N = _sizes(x_TK, weight_NK, out_dtype)
+    if T > FEW or not K:
+        raise ValueError(f"x must be [T, K] with T at most {FEW} and K at least 1, got {[T, K]}: take linear")
     out_TN = torch.empty(T, N, dtype=out_dtype, device=x_TK.device)
     if T:
         few_kernel[(triton.cdiv(N, 2), T)](
@@ -89,18 +94,14 @@ def linear(
     bias_N: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [T, K] @ weight.T [K, N] + bias -> [T, N] in out_dtype (x's, if None); sums in float32.
+    """x [T, K] @ weight.T [K, N] + bias [N] -> [T, N] in out_dtype (x's, if None); sums in float32. float32, bfloat16 or
+    float16; x and weight share one.
 
     Raises ValueError for shapes, dtypes and layouts that do not fit.
     """
-    (T, K), (N, wide) = x_TK.shape, weight_NK.shape
-    if wide != K or x_TK.dtype is not weight_NK.dtype:
-        raise ValueError(
-            f"x [T, K] and weight [N, K] must share K and dtype, got {list(x_TK.shape)} {x_TK.dtype} and "
-            f"{list(weight_NK.shape)} {weight_NK.dtype}"
-        )
-    if x_TK.stride(1) != 1 or weight_NK.stride(1) != 1:
-        raise ValueError("rows of x and weight must be contiguous: call .contiguous()")
+    T, K, N = _sizes(x_TK, weight_NK, out_dtype)
+    if bias_N is not None:
+        check("bias", bias_N, (N,))
     out_TN = torch.empty(T, N, dtype=out_dtype or x_TK.dtype, device=x_TK.device)
     if T:
         full = x_TK.dtype is torch.float32
@@ -111,3 +112,13 @@ def linear(
             BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=2 if full else 4,
         )  # fmt: skip
     return out_TN
+
+
+def _sizes(x_TK, weight_NK, out_dtype: torch.dtype | None) -> tuple[int, int, int]:
+    """T, K and N of arguments that fit each other."""
+    check("x", x_TK, ("T", "K"), FLOATS, "rows")
+    T, K = x_TK.shape
+    check("weight", weight_NK, ("N", K), (x_TK.dtype,), "rows")
+    if out_dtype is not None and out_dtype not in FLOATS:
+        raise ValueError(f"out_dtype must be one of {', '.join(map(short, FLOATS))}, got {out_dtype}")
+    return T, K, weight_NK.shape[0]

@@ -23,6 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tinymoe.kernels.checks import check, check_number
+
 HEAD_DIMS = (32, 64, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WHOLE = 1 << 30  # a split that no context fills
@@ -358,7 +360,13 @@ def paged_attention(
     split: positions of one split (a multiple of 128), if not the one chosen from the bounds.
     Raises ValueError for a head dim, dtype or layout that is not supported.
     """
+    if q_TNH.dim() != 3:
+        raise ValueError(f"queries must be [T, N, H], got {list(q_TNH.shape)}")
     T, N, H = q_TNH.shape
+    if k_cache.dim() != 4 or v_cache.shape != k_cache.shape or not k_cache.shape[2]:
+        raise ValueError(
+            f"caches must be alike [num_blocks, block_size, G, H], got {list(k_cache.shape)}, {list(v_cache.shape)}"
+        )
     G, group = k_cache.shape[2], N // k_cache.shape[2]
     if H not in HEAD_DIMS or k_cache.shape[3] != H:
         raise ValueError(
@@ -372,12 +380,20 @@ def paged_attention(
         raise ValueError(f"the number of query heads must be a multiple of key/value heads, got {N} and {G}")
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1 or q_TNH.stride(2) != 1:
         raise ValueError(
-            "the caches must share their strides, and the head dim must be contiguous everywhere"
+            "the caches must share their strides, and the head dim must be contiguous everywhere; got strides "
+            f"{k_cache.stride()}, {v_cache.stride()}, and queries {q_TNH.stride()}"
         )
-    if split is not None and split % 128:
+    if split is not None and (split < 128 or split % 128):
         raise ValueError(f"split must be a multiple of 128 positions, got {split}")
-    out = torch.empty(T, N, H, dtype=q_TNH.dtype, device=q_TNH.device) if out is None else out
+    if window is not None:
+        check_number("window", window)
+    check("context_lens", context_lens_S, ("S",), (torch.int32,))
     S = len(context_lens_S)
+    check("query_start", query_start, (S + 1,), (torch.int32,))
+    check("block_tables", block_tables_SB, (S, "B"), (torch.int32,), "rows")
+    if out is None:
+        out = torch.empty(T, N, H, dtype=q_TNH.dtype, device=q_TNH.device)
+    check("out", out, (T, N, H), (q_TNH.dtype,), "rows")
     if T == 0 or S == 0 or max_query_len == 0:
         return out
     wide = q_TNH.dtype == torch.float32

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tinymoe.kernels.checks import FLOATS, check, short
+
 
 @triton.jit
 def rms_norm_kernel(
@@ -37,11 +39,12 @@ def rms_norm_kernel(
 
 
 def launch_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float):
-    D = x.shape[-1]
-    if weight.shape != (D,) or not weight.is_contiguous():
+    D = x.shape[-1] if x.dim() else 0
+    if not D or x.dtype not in FLOATS:
         raise ValueError(
-            f"the weight must be a contiguous [{D}], as wide as a row; got {tuple(weight.shape)}"
+            f"x must be [..., D] with D at least 1, of {', '.join(map(short, FLOATS))}; got {short(x.dtype)} {list(x.shape)}"
         )
+    check("the weight, as wide as a row,", weight, (D,))
     rows = x.reshape(-1, D)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -67,7 +70,7 @@ def launch_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Te
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., D] / sqrt(mean(x²) + eps), times weight [D]; sums in float32, result like x. Any D.
 
-    Raises ValueError if the weight does not fit.
+    float32, bfloat16 or float16. Raises ValueError if the weight does not fit.
     """
     return launch_norm(x, None, weight, eps)[0]
 
@@ -77,6 +80,6 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """rms_norm(x + residual) and x + residual itself, both [..., D] and like x, in one pass.
 
-    Raises ValueError if the shapes or dtypes differ.
+    Raises ValueError if the shapes or dtypes differ, or if the weight does not fit.
     """
     return launch_norm(x, residual, weight, eps)

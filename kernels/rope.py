@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tinymoe.kernels.checks import INTEGERS, check, check_number
+
 
 @triton.jit
 def clamp(x, CLIP: tl.constexpr):
@@ -129,31 +131,40 @@ def rope(
 
     q_weight and k_weight: norm over each head ([H] both) or over all heads together ([N * H] and [G * H]).
     clip: after the norm, clamp to -clip..clip (OLMoE); values only where they are stored.
-    cache: k_cache and v_cache [num_blocks, block_size, G, H] and slots [T] int64; then keys and values go to their
-    slots (-1: nowhere), and k is None. Raises ValueError for shapes that do not fit.
+    cache: k_cache and v_cache [num_blocks, block_size, G, H] and slots [T] int64 or int32; then keys and values
+    go to their slots (-1: nowhere), and k is None. Raises ValueError for shapes, dtypes and layouts that do not fit, and
+    for a clip that is not above 0.
     """
-    (N, G, H), T, R = heads, qkv.shape[0], cos_TR.shape[1]
-    if qkv.shape[1] != (N + 2 * G) * H or qkv.stride(1) != 1:
-        raise ValueError(f"qkv must be [T, {(N + 2 * G) * H}] with contiguous rows, got {tuple(qkv.shape)}")
-    if (
-        cos_TR.shape != (T, R)
-        or sin_TR.shape != (T, R)
-        or 2 * R > H
-        or not cos_TR.stride() == sin_TR.stride() == (R, 1)
-    ):
-        raise ValueError(
-            f"cos and sin must be contiguous [{T}, R] with 2 R <= {H}, got {tuple(cos_TR.shape)}, {tuple(sin_TR.shape)}"
-        )
+    N, G, H = heads
+    for name, count in zip(("N", "G", "H"), heads):
+        check_number(f"heads' {name}", count)
+    check("qkv", qkv, ("T", (N + 2 * G) * H), layout="rows")
+    T = qkv.shape[0]
+    check("cos", cos_TR, (T, "R"))
+    R = cos_TR.shape[1]
+    check("sin", sin_TR, (T, R))
+    if not 2 <= 2 * R <= H:
+        raise ValueError(f"cos and sin must be [{T}, R] with 2 <= 2 R <= {H}, got {tuple(cos_TR.shape)}")
     shapes = [None if w is None else tuple(w.shape) for w in (q_weight, k_weight)]
     norms = [[None, None], [(H,), (H,)], [(N * H,), (G * H,)]]
     if shapes not in norms:
         raise ValueError(
             f"norm weights must be [{H}] both, or [{N * H}] and [{G * H}], or None; got {shapes}"
         )
-    if cache is not None and (cache[0].shape[2:] != (G, H) or cache[0].stride() != cache[1].stride()):
-        raise ValueError(
-            f"caches must be alike [num_blocks, block_size, {G}, {H}], got {tuple(cache[0].shape)}"
-        )
+    for name, w in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if w is not None:
+            check(name, w, tuple(w.shape))
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip must be above 0, or None, got {clip}")
+    if cache is not None:
+        k_cache, v_cache, slots = cache
+        check("k_cache", k_cache, ("num_blocks", "block_size", G, H), layout="rows")
+        check("v_cache", v_cache, tuple(k_cache.shape), (k_cache.dtype,), "rows")
+        if v_cache.stride() != k_cache.stride():
+            raise ValueError(
+                f"caches must have the same strides, got {k_cache.stride()} and {v_cache.stride()}"
+            )
+        check("slots", slots, (T,), INTEGERS)
     q_TNH = torch.empty(T, N, H, dtype=qkv.dtype, device=qkv.device)
     k_TGH, k_to, v_to, slots, pages = None, q_TNH, q_TNH, q_TNH, (1, G * H, G * H, H)
     if cache is None:

@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tinymoe.kernels.checks import FLOATS, INTEGERS, check
+
 # The constants of tinymoe.ops.noise, unsigned.
 TOKEN_STEP = tl.constexpr(0x9E3779B97F4A7C15)
 SEED_STEP = tl.constexpr(0xD1342543DE82EF95)
@@ -138,14 +140,17 @@ def sample(
     int64 or int32 -> ids [R] int64, and the highest logit of each row [R] float32: NaN if one of them is NaN.
 
     A row whose highest logit is not finite has no token: its id lies in range and means nothing. splits: a power of two
-    instead of `splits_for`'s. Raises ValueError for shapes that do not fit.
+    instead of `splits_for`'s. Raises ValueError for shapes, dtypes and layouts that do not fit.
     """
+    check("logits", logits_RV, ("R", "V"), FLOATS, "rows")
     R, V = logits_RV.shape
-    if not V or logits_RV.stride(1) != 1:
-        raise ValueError(f"logits must be [R, V] with contiguous rows, got {list(logits_RV.shape)}")
-    for name, t in (("temperature", temperature_R), ("seeds", seeds_R), ("positions", positions_R)):
-        if t.shape != (R,) or not t.is_contiguous():
-            raise ValueError(f"{name} must be a contiguous [{R}], one for each row, got {list(t.shape)}")
+    if not V:
+        raise ValueError(f"logits must be [R, V] with V at least 1, got {[R, V]}")
+    check("temperature", temperature_R, (R,), (torch.float32,))
+    check("seeds", seeds_R, (R,), (torch.int64,))
+    check("positions", positions_R, (R,), INTEGERS)
+    if splits is not None and (type(splits) is not int or splits < 1 or splits & (splits - 1)):
+        raise ValueError(f"splits must be a power of two of at least 1, or None, got {splits!r}")
     device, S = logits_RV.device, splits or splits_for(R, V)
     ids_R = torch.empty(R, dtype=torch.int64, device=device)
     best_R = torch.empty(R, dtype=torch.float32, device=device)

@@ -20,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tinymoe.kernels.checks import check, check_number
+
 CHUNK = 1024  # pairs of one program, at most
 
 
@@ -101,7 +103,13 @@ def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
 
 
 def sort_tokens(ids_TK: torch.Tensor, num_experts: int, block_m: int) -> Sorted:
-    """ids [T, K] int32 -> the pairs sorted by expert, in tiles of at most block_m rows."""
+    """ids [T, K] int32, contiguous -> the pairs sorted by expert, in tiles of at most block_m rows.
+
+    Raises ValueError for other ids, and for numbers below 1.
+    """
+    check("ids", ids_TK, ("T", "K"), (torch.int32,))
+    check_number("num_experts", num_experts)
+    check_number("block_m", block_m)
     P, device = ids_TK.numel(), ids_TK.device
     EP = max(16, triton.next_power_of_2(num_experts + 1))  # one more: nobody
     chunk = min(CHUNK, max(16, triton.next_power_of_2(P)))

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tinymoe.kernels.checks import INTEGERS, check
+
 
 @triton.jit
 def store_kv_kernel(
@@ -44,20 +46,27 @@ def store_kv(
     v_cache: torch.Tensor,
     slots_T: torch.Tensor,
 ) -> None:
-    """k, v [T, G, H] (views with strides, H contiguous) to slots [T] int64 of caches [num_blocks, block_size, G, H].
+    """k, v [T, G, H] (views with strides, H contiguous) to slots [T] (int64 or int32) of caches [num_blocks, block_size,
+    G, H].
 
-    Slot -1 skips a token. Raises ValueError if the shapes or the caches' strides do not fit.
+    Slot -1 skips a token. Raises ValueError if shapes, dtypes or strides do not fit.
     """
     T, G, H = k_TGH.shape
-    if v_TGH.shape != k_TGH.shape or k_cache.shape[2:] != (G, H) or v_cache.shape != k_cache.shape:
+    caches = k_cache.shape
+    if v_TGH.shape != k_TGH.shape or caches[2:] != (G, H) or len(caches) != 4 or v_cache.shape != caches:
         raise ValueError(
             f"keys and values [T, G, H] must fit caches [num_blocks, block_size, G, H]; got {tuple(k_TGH.shape)}, "
             f"{tuple(v_TGH.shape)}, {tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
         )
     if k_cache.stride() != v_cache.stride() or {t.stride(-1) for t in (k_TGH, v_TGH, k_cache)} != {1}:
         raise ValueError(
-            "the caches must share their strides, and the head dim must be contiguous everywhere"
+            "the caches must share their strides, and the head dim must be contiguous everywhere; got strides "
+            f"{k_cache.stride()}, {v_cache.stride()}, keys {k_TGH.stride()} and values {v_TGH.stride()}"
         )
+    dtypes = {t.dtype for t in (k_TGH, v_TGH, k_cache, v_cache)}
+    if len(dtypes) > 1 or not k_TGH.dtype.is_floating_point:
+        raise ValueError(f"keys, values and caches must share one floating dtype, got {dtypes}")
+    check("slots", slots_T, (T,), INTEGERS)
     if T:
         GP, HP = triton.next_power_of_2(G), triton.next_power_of_2(H)
         store_kv_kernel[(T,)](

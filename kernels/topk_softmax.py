@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tinymoe.kernels.checks import FLOATS, check
+
 HUGE = tl.constexpr(
     3.4028234663852886e38
 )  # the largest float32: stands for infinity, so that softmax stays finite
@@ -146,9 +148,12 @@ def route_constants(
     scale: float = 1.0,
 ) -> dict:
     """The compile-time arguments of `route`. Raises ValueError for numbers that no router has."""
-    if not 1 <= top_k <= num_experts:
-        raise ValueError(f"top_k must lie in 1..{num_experts} (the number of experts), got {top_k}")
-    if num_experts % n_group or not 1 <= topk_group <= n_group:
+    check_top_k(top_k, num_experts)
+    if (
+        not type(n_group) is type(topk_group) is int
+        or not 1 <= topk_group <= n_group
+        or num_experts % n_group
+    ):
         raise ValueError(
             f"{num_experts} experts cannot form {n_group} groups of which {topk_group} are chosen"
         )
@@ -169,11 +174,35 @@ def route_constants(
     }
 
 
+def check_top_k(top_k: int, num_experts: int) -> None:
+    if type(top_k) is not int or not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k must lie in 1..{num_experts} (the number of experts), got {top_k!r}")
+
+
 def check_num_valid(num_valid: torch.Tensor | None) -> None:
-    if num_valid is not None and (num_valid.dtype is not torch.int32 or num_valid.numel() != 1):
+    if num_valid is None:
+        return
+    if not isinstance(num_valid, torch.Tensor):
+        raise ValueError(f"num_valid must be one int32 on the device, got {num_valid!r}: make it a tensor")
+    if num_valid.dtype is not torch.int32 or num_valid.numel() != 1:
         raise ValueError(
             f"num_valid must be one int32 on the device, got {num_valid.dtype} {list(num_valid.shape)}"
         )
+
+
+def check_routing(
+    logits_TE: torch.Tensor,
+    top_k: int,
+    selection_bias_E: torch.Tensor | None,
+    num_valid: torch.Tensor | None,
+) -> None:
+    """What every launcher that routes asks for; its options are checked by route_constants."""
+    check("logits", logits_TE, ("T", "E"), FLOATS, "rows")
+    E = logits_TE.shape[1]
+    check_top_k(top_k, E)
+    if selection_bias_E is not None:
+        check("selection_bias", selection_bias_E, (E,))
+    check_num_valid(num_valid)
 
 
 def topk_softmax(
@@ -187,13 +216,14 @@ def topk_softmax(
     """logits [T, E] float16, bfloat16 or float32 -> ids [T, K] int32 (best first), weights [T, K] float32.
 
     num_valid: one int32 on the device; rows from there on (the padding of a CUDA graph) get ids -1 and weights 0,
-    whatever they hold. options: scoring, n_group, topk_group, renormalize, scale, as in the reference.
+    whatever they hold. options: scoring, n_group, topk_group, renormalize, scale, as in the reference. Raises
+    ValueError for shapes, dtypes and layouts (rows of logits are contiguous) that do not fit, and numbers that no router has.
     """
-    check_num_valid(num_valid)
+    check_routing(logits_TE, top_k, selection_bias_E, num_valid)
     T, E = logits_TE.shape
+    constants = route_constants(E, top_k, biased=selection_bias_E is not None, **options)
     ids_TK = torch.empty(T, top_k, dtype=torch.int32, device=logits_TE.device)
     weights_TK = torch.empty(T, top_k, dtype=torch.float32, device=logits_TE.device)
-    constants = route_constants(E, top_k, biased=selection_bias_E is not None, **options)
     if T:
         bias = logits_TE if selection_bias_E is None else selection_bias_E
         topk_softmax_kernel[(T,)](
