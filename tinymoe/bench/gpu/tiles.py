@@ -83,9 +83,11 @@ def decode_arms(layer: Layer) -> dict:
     h = torch.randn(tokens * s.top_k, s.width, device="cuda", dtype=torch.bfloat16)
     for tile in (gpu.moe.DecodeTile(*t) for t in DECODE):
         arms["up", tile] = partial(
-            gpu.moe.decode_up, layer.x, layer.logits, None, layer.gate_up, h, ids, weights, tile
+            gpu.moe.decode_up, layer.x, layer.logits, None, layer.gate_up, h, ids, weights, None, tile
         )
-        arms["down", tile] = partial(gpu.moe.decode_down, h, ids, weights, layer.down, out, None, None, tile)
+        arms["down", tile] = partial(
+            gpu.moe.decode_down, h, ids, weights, layer.down, out, None, None, None, tile
+        )
     return arms
 
 
