@@ -95,6 +95,7 @@ class Interpreted(DecodeGraphs):
         self.replayed += 1
         flight = super().launch(chunks, blocks, follow=follow)
         graph = self.graphs[self.bucket_for(len(chunks))]
+        assert (graph.ids_LTK[:, len(chunks) :] == -1).all()  # rows of nobody visit nobody
         return flight._replace(ids_LTK=graph.ids_LTK[:, : len(chunks)])
 
     def _mark(self):
