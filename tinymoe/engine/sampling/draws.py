@@ -12,7 +12,7 @@ from tinymoe.core.sequence import Sequence
 from tinymoe.engine.forward.batch import Batch
 from tinymoe.engine.forward.runner import Forward
 from tinymoe.engine.sampling.logits import Row
-from tinymoe.engine.sampling.sampler import Sampled, Sampler
+from tinymoe.engine.sampling.sampler import BROKEN, Sampled, Sampler
 
 
 class Draw(NamedTuple):
@@ -80,9 +80,7 @@ def _checked(draw: Draw, token: float, best: float) -> Sampled:
     if math.isfinite(best):
         return Sampled(int(token))
     what = "NaN" if math.isnan(best) else "infinity"
-    return Sampled(
-        -1, error=f"logits contain {what} at position {draw.position}: the model's weights are at fault"
-    )
+    return Sampled(-1, error=f"logits contain {what} at position {draw.position}: {BROKEN}")
 
 
 def _picked(logits_RV: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
