@@ -1,7 +1,13 @@
 """The products of kernels/linear.py. Judge: float64."""
 
+import os
+
 import pytest
 import torch
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a GPU, or TRITON_INTERPRET=1 (make kernels)", allow_module_level=True)
 
 from tinymoe.kernels.linear import FEW, linear, linear_few
 
