@@ -15,6 +15,7 @@ from sphinx.util.docutils import SphinxDirective
 from tinymoe.bench.results import ResultsError, read_results
 
 MISSING = "–"
+MOST_ROWS, MOST_NUMBERS = 40, 16  # what a reader looks at; the file has the rest
 
 
 def number(value: Any) -> str:
@@ -24,7 +25,7 @@ def number(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     if isinstance(value, list):
-        return ", ".join(map(number, value))
+        return ", ".join(map(number, value)) if len(value) <= MOST_NUMBERS else f"{len(value)} numbers"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
@@ -72,15 +73,24 @@ def section(path: Path, body: dict[str, Any]) -> nodes.section:
         nodes.literal(text=body["command"]),
         nodes.Text(f" on {body['date'][:10]}: {where}; {with_what}."),
     )
-    made += scrolling(table(body["rows"]))
+    made += shown(path, body["rows"])
     for name, rows in (
         ("Controls", body["controls"]),
         ("Ceilings of the machine", [body["ceilings"]] if body["ceilings"] else []),
     ):
         if rows:
             made += nodes.paragraph("", "", nodes.strong(text=name))
-            made += scrolling(table(rows))
+            made += shown(path, rows)
     return made
+
+
+def shown(path: Path, rows: list[dict[str, Any]]) -> list[nodes.Node]:
+    """A table of the first rows, and how many more there are."""
+    found: list[nodes.Node] = [scrolling(table(rows[:MOST_ROWS]))]
+    if len(rows) > MOST_ROWS:
+        more = f"{len(rows) - MOST_ROWS} more rows are in {path.name}."
+        found.append(nodes.paragraph(text=more))
+    return found
 
 
 def scrolling(inner: nodes.Node) -> nodes.container:
