@@ -123,3 +123,14 @@ def test_every_package_is_listed_for_installation():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     here = {".".join(p.parent.relative_to(ROOT).parts) for p in (ROOT / "tinymoe").glob("**/__init__.py")}
     assert set(listed) - {"tinymoe.kernels"} == here
+
+
+def test_long_tables_end_and_say_so():
+    rows = [{"i": i, "loads": list(range(20))} for i in range(results.MOST_ROWS + 3)]
+    made, more = results.shown(Path("routes.json"), rows)
+    text = made.astext()
+    assert "20 numbers" in text
+    assert str(results.MOST_ROWS - 1) in text.split()
+    assert str(results.MOST_ROWS) not in text.split()
+    assert more.astext() == "3 more rows are in routes.json."
+    assert len(results.shown(Path("routes.json"), rows[:3])) == 1
