@@ -17,34 +17,31 @@ Reference: tinymoe.ops.paged_attention.
 # A launch takes num_warps and num_stages, too.
 # pyright: reportCallIssue=false
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
+from tinymoe.kernels.attention_tiles import (
+    CHUNK_PROGRAMS,
+    CHUNK_SPLITS,
+    INVARIANT_SPLIT,
+    SHORT_PROGRAMS,
+    SHORT_SPLITS,
+    SHORT_WINDOW,
+    WHOLE,
+    Tile,
+    ceil_div,
+    chunk_tile,
+    invariant_tile,
+    short_tile,
+    split_for,
+)  # fmt: skip
 from tinymoe.kernels.checks import check, check_number
 
 HEAD_DIMS = (32, 64, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-WHOLE = 1 << 30  # a split that no context fills
-INVARIANT_SPLIT = 512
-SHORT_SPLITS = (128, 256, 512, 1024, 2048, 4096)  # the last bounds how long one program works
-CHUNK_SPLITS = (1024, 2048, 4096, 8192, 16384)
-SHORT_WINDOW = 256  # a window this short is not worth a merge
-SHORT_PROGRAMS = 528  # about as many programs as keep an H200 busy: 4 for each of 132 multiprocessors
-CHUNK_PROGRAMS = 264
 NOTHING = tl.constexpr(-1e30)  # a score that weighs nothing; finite, so that differences are never NaN
 LOG2E = 1.4426950408889634
-
-
-class Tile(NamedTuple):
-    """rows (query tokens × heads of one group), positions a step, and how the compiler lays them out."""
-
-    rows: int
-    positions: int
-    warps: int
-    stages: int
 
 
 @triton.jit
@@ -240,48 +237,6 @@ def merge_kernel(
         top, l, acc = add_split(top, l, acc, m_split, l_split, acc_split, SCALE)
     at = (first_row + token).to(tl.int64) * OUT_STRIDE_T + head * OUT_STRIDE_N
     tl.store(out + at + h, (acc / tl.where(l > 0.0, l, 1.0)[:, None]).to(out.dtype.element_ty))
-
-
-def power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-# Stages: a block's number is loaded one stage before its keys, so five stages hold two tiles of keys and of values.
-def short_tile(head_dim: int, group: int, rows: int, wide: bool) -> Tile:
-    """For sequences of at most `rows` rows: bound by bandwidth. wide: float32, which has no tensor cores."""
-    fit = max(16 if rows <= 16 else 64, power_of_2(group))
-    if wide:
-        return Tile(max(16, power_of_2(group)), 16 if head_dim == 128 else 32, 4, 2)
-    if fit <= 32:
-        return Tile(fit, 64, 8, 5) if head_dim == 128 else Tile(fit, 128, 4, 5)
-    return Tile(fit, 64, max(4, fit // 16), 3 if head_dim == 128 else 5)
-
-
-def chunk_tile(head_dim: int, group: int, wide: bool) -> Tile:
-    """For chunks: bound by arithmetic."""
-    if wide:
-        return short_tile(head_dim, group, 16, wide)
-    rows = max(128, power_of_2(group))
-    return Tile(rows, 64 if head_dim == 128 else 128, rows // 16, 5)
-
-
-def invariant_tile(head_dim: int, group: int, wide: bool) -> Tile:
-    """For all sequences alike; two accumulators must fit into the registers."""
-    if wide:
-        return short_tile(head_dim, group, 16, wide)
-    rows = max(64, power_of_2(group))
-    return Tile(rows, 32 if head_dim == 128 else 64, rows // 16, 5)
-
-
-def split_for(programs: int, max_context: int, sizes: tuple[int, ...], enough: int, otherwise: int) -> int:
-    """The smallest split that keeps the number of programs at `enough`."""
-    fitting = (size for size in sizes if programs * ceil_div(max_context, size) <= enough)
-    return next(fitting, otherwise)
 
 
 def launch_attention(
