@@ -234,6 +234,18 @@ def test_a_step_ahead_that_fails_to_start_can_be_repeated(monkeypatch):
     check_all(out | finish(one), "moe")
 
 
+def test_pages_filled_by_steps_ahead_are_found_again():
+    """A page enters the prefix index once its last token is known, though a step that runs ahead has booked it before."""
+    case, hits = cases("moe")[3], []
+    for one in (engine("moe", block_size=2), replayed("moe", block_size=2)):
+        one.add_request("first", case.prompt, GREEDY)
+        answer = finish(one)["first"].outputs[0].token_ids
+        one.add_request("again", [*case.prompt, *answer], GREEDY)
+        hits.append(finish(one)["again"].num_cached_tokens)
+    assert one.runner.graphs.followed > 0
+    assert hits[0] == hits[1] > len(case.prompt)
+
+
 def test_options_that_need_logits_are_served_beside_graphs():
     case = cases("moe")[2]
     one = replayed("moe")
