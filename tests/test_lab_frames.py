@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from lab_simulator import Simulator, record
 
 from tinymoe.core.trace import FIELDS, Recording, Trace
-from tinymoe.lab.frames import flow, load, pages, prefix, schedule, why
+from tinymoe.lab.frames import flow, load, pages, prefix, why
+from tinymoe.lab.frames.steps import drafts, schedule
 from tinymoe.lab.frames.view import count, letters, listed, tenths
 
-VIEWS = (load, flow, pages, prefix, schedule)
+VIEWS = (load, flow, pages, prefix, schedule, drafts)
 runs = st.builds(
     lambda **o: record(**o),
     seed=st.integers(0, 10**6),

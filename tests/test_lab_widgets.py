@@ -10,9 +10,18 @@ from lab_simulator import Simulator, record
 
 from tinymoe import lab
 from tinymoe.core.trace import Recording, Trace
-from tinymoe.lab.frames import flow, load, pages, prefix, schedule
+from tinymoe.lab.frames import flow, load, pages, prefix
+from tinymoe.lab.frames.steps import drafts, schedule
 from tinymoe.lab.widgets.esm import source
-from tinymoe.lab.widgets.gallery import ExpertLoad, PageTable, PrefixTree, ScheduleChart, Strip, TokenFlow
+from tinymoe.lab.widgets.gallery import (
+    DraftRibbon,
+    ExpertLoad,
+    PageTable,
+    PrefixTree,
+    ScheduleChart,
+    Strip,
+    TokenFlow,
+)
 from tinymoe.lab.widgets.plots import FlowRibbons
 from tinymoe.lab.widgets.predict import QUESTIONS, Predict, quiz
 from tinymoe.lab.widgets.replay import LIMIT, PLOTLY, REPLAY, evenly, size
@@ -24,9 +33,11 @@ ALL = [
     (PageTable, pages),
     (PrefixTree, prefix),
     (ScheduleChart, schedule),
+    (DraftRibbon, drafts),
 ]
 MODULES = (
     "cell_map",
+    "draft_ribbon",
     "page_table",
     "predict",
     "prefix_tree",

@@ -5,7 +5,8 @@ import json
 import pytest
 from lab_simulator import record
 
-from tinymoe.lab.frames import pages, prefix, schedule
+from tinymoe.lab.frames import pages, prefix
+from tinymoe.lab.frames.steps import schedule
 from tinymoe.lab.widgets.esm import source
 from tinymoe.lab.widgets.lessons.dial import RouterDial
 from tinymoe.lab.widgets.predict import quiz
@@ -76,6 +77,26 @@ TILES = {
     "done": [[0, 1], [0], [0, 1]],
     "experts": [[1, 150], [3, 100]],
 }
+DRAFTS = {
+    "event": 40,
+    "step": 5,
+    "rows": [
+        [3, 0, 8, [], ["S", 50, 0], -1],
+        [4, 0, 9, [["A", 60, 250000, 500000], ["R", 61, 250000, 1500], ["U", 62, 90, -1]], ["N", 70, 1], -1],
+        [5, 0, 11, [["A", 63, 1000000, 900000]], ["B", 71, 1], 1],
+    ],
+    "total": [2, 4, 2, 1, 1, 4],
+    "names": {
+        "50": " It",
+        "60": " was",
+        "61": " the",
+        "62": " best",
+        "70": " a\n",
+        "63": " <b>",
+        "71": " time",
+    },
+    "dropped": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +166,8 @@ def traits_of(name, events):
         return {"frame": TILES, "selection": ""}
     if name == "cell_map":
         return {"frame": CELLS, "selection": ""}
+    if name == "draft_ribbon":
+        return {"frame": DRAFTS, "selection": ""}
     view = {"page_table": pages, "prefix_tree": prefix, "schedule_chart": schedule}[name]
     chosen = view.moments(events)
     options = {"block_size": 4} if view is pages else {}
@@ -158,6 +181,7 @@ def traits_of(name, events):
         "page_table",
         "prefix_tree",
         "schedule_chart",
+        "draft_ribbon",
         "scrubber",
         "predict",
         "token_matrix",
@@ -381,6 +405,47 @@ def test_controls_speak_and_do_not_move_by_themselves(draw, events):
     assert page.evaluate("model.get('at')") == 2
 
 
+def test_ribbon_marks_each_token_and_looks_at_one(draw, events):
+    here = draw("draft_ribbon", traits_of("draft_ribbon", events))
+    page = here.page
+    cells = page.get_by_role("gridcell")
+    marks = [c.inner_text()[0] for c in cells.all()]
+    assert marks == ["•", "✓", "✗", "↻", "–", "✓", "+"]  # without any colour, and in the order of the text
+    labels = [c.get_attribute("aria-label") for c in cells.all()]
+    assert labels[2] == 'step 4, A, position 10, " the": rejected; draft 25.0 %, model 0.2 %'
+    assert labels[3] == 'step 4, A, position 10, " a\\n": redrawn'
+    look = page.locator(".look")
+    assert look.inner_text().startswith('A, position 11, " <b>": accepted')  # of the last step, unasked
+    cells.nth(2).hover()
+    assert [x.strip() for x in look.inner_text().splitlines() if x.strip()] == [
+        'A, position 10, " the": rejected', "draft: q", "25.0 %", "model: p", "0.2 %",
+        "under rejection sampling it stays with chance min(1, p/q) = 0.6 %",
+    ]  # fmt: skip
+    widths = [
+        b.evaluate("(e) => getComputedStyle(e).getPropertyValue('--full')") for b in look.locator("i").all()
+    ]
+    assert widths == ["25%", "0.15%"]
+    cells.nth(5).focus()
+    for key, at in (
+        ("ArrowUp", 1),
+        ("ArrowRight", 2),
+        ("ArrowRight", 3),
+        ("End", 4),
+        ("ArrowUp", 0),
+        ("Home", 0),
+    ):
+        page.keyboard.press(key)
+        assert page.evaluate("document.activeElement.ariaLabel") == labels[at], key
+    cells.nth(4).focus()
+    assert "not asked" in look.inner_text()
+    page.keyboard.press("Enter")
+    assert page.evaluate("model.get('selection')") == "token 4 0 11"
+    less = {**DRAFTS, "rows": DRAFTS["rows"][:2], "step": 4}
+    page.evaluate("(frame) => model.set('frame', frame)", less)
+    assert page.evaluate("document.activeElement.ariaLabel") == labels[4]
+    assert "2 earlier rows" in page.locator(".key").inner_text()
+
+
 @pytest.mark.parametrize("right", [True, False])
 def test_the_first_prediction_counts(draw, events, right):
     traits = traits_of("predict", events)
@@ -394,7 +459,7 @@ def test_the_first_prediction_counts(draw, events, right):
     assert all(r.is_disabled() for r in here.page.get_by_role("radio").all())
 
 
-@pytest.mark.parametrize("name", ["page_table", "prefix_tree", "schedule_chart"])
+@pytest.mark.parametrize("name", ["page_table", "prefix_tree", "schedule_chart", "draft_ribbon"])
 def test_reduced_motion_is_respected(draw, events, name):
     moving = "() => [...document.querySelectorAll('#here *')].filter((n) => getComputedStyle(n).transitionDuration !== '0s').length"
     assert draw(name, traits_of(name, events)).page.evaluate(moving) > 0

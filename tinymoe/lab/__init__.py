@@ -9,10 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tinymoe.lab.lesson import Lesson
-    from tinymoe.lab.widgets.gallery import ExpertLoad, PageTable, PrefixTree, ScheduleChart, Strip, TokenFlow
+    from tinymoe.lab.widgets.gallery import (
+        DraftRibbon,
+        ExpertLoad,
+        PageTable,
+        PrefixTree,
+        ScheduleChart,
+        Strip,
+        TokenFlow,
+    )
     from tinymoe.lab.widgets.predict import Predict
 
 __all__ = [
+    "DraftRibbon",
     "ExpertLoad",
     "Lesson",
     "PageTable",

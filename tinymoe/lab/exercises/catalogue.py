@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tinymoe.lab.exercises import caching, paging, routing, scheduling, tiling, tracing
+from tinymoe.lab.exercises import caching, paging, routing, scheduling, speculating, tiling
 from tinymoe.lab.exercises.judge import Judge
 
 JUDGES: Mapping[str, Judge] = MappingProxyType(
     {
-        "00.1": tracing.first_token,
+        "00.1": scheduling.first_token,
         "01.1": routing.choose,
         "02.1": routing.imbalance,
         "05.1": tiling.align_block_size,
@@ -24,5 +24,7 @@ JUDGES: Mapping[str, Judge] = MappingProxyType(
         "10.1": paging.hit_tokens,
         "10.2": caching.copy_on_write,
         "12.1": scheduling.plan,
+        "16.1": speculating.residual,
+        "16.2": speculating.fits,
     }
 )

@@ -59,7 +59,7 @@ class Controls(Deferred, anywidget.AnyWidget):
 
 
 class EsmPicture(anywidget.AnyWidget):
-    """Draws `frame`; `selection` is what the reader clicked, "block 3" or "seq 1" (see scrubber.clicked)."""
+    """Draws `frame`; `selection` is what the reader clicked, for example "block 3" (see scrubber.clicked)."""
 
     frame = traitlets.Dict().tag(sync=True)
     selection = traitlets.Unicode().tag(sync=True)
@@ -78,3 +78,7 @@ class PrefixTreePicture(EsmPicture):
 
 class ScheduleChartPicture(EsmPicture):
     _esm = source("schedule_chart")
+
+
+class DraftRibbonPicture(EsmPicture):
+    _esm = source("draft_ribbon")

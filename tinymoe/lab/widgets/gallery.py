@@ -1,12 +1,18 @@
 """The widgets by name. Each takes a recording, or live=engine; the rest of the keywords are the options of its view."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from tinymoe.core.trace import Event
-from tinymoe.lab.frames import flow, load, pages, prefix, schedule
-from tinymoe.lab.widgets.esm import PageTablePicture, PrefixTreePicture, ScheduleChartPicture
+from tinymoe.lab.frames import flow, load, pages, prefix
+from tinymoe.lab.frames.steps import drafts, schedule
+from tinymoe.lab.widgets.esm import (
+    DraftRibbonPicture,
+    PageTablePicture,
+    PrefixTreePicture,
+    ScheduleChartPicture,
+)
 from tinymoe.lab.widgets.live import engine_of
 from tinymoe.lab.widgets.plots import Drawing, FlowRibbons, LoadMap, PlotPicture
 from tinymoe.lab.widgets.scrubber import Live, Picture, Scrubber
@@ -44,6 +50,12 @@ def _schedule(window: int) -> Picture:
     return Picture(
         schedule, "schedule", {"window": window}, make=lambda f: make(frame=f), esm="schedule_chart"
     )
+
+
+def _drafts(window: int, words: Callable[[int], str] | None) -> Picture:
+    options = {"window": window, "words": words}
+    make = DraftRibbonPicture
+    return Picture(drafts, "draft ribbon", options, make=lambda f: make(frame=f), esm="draft_ribbon")
 
 
 def _of(live: Any, *names: str, default: Any = None) -> Any:
@@ -128,8 +140,29 @@ class ScheduleChart(Scrubber):
         super().__init__([_schedule(window)], events, live=live, lock=lock)
 
 
+class DraftRibbon(Scrubber):
+    """W8, what was drafted in each step, what stayed and what was redrawn, the last `window` rows; one moment a step.
+
+    words: text of a token; without it the tokens' numbers are shown.
+    """
+
+    def __init__(
+        self,
+        events: Events = None,
+        *,
+        live: Live | None = None,
+        lock: Lock = None,
+        window: int = drafts.WINDOW,
+        words: Callable[[int], str] | None = None,
+    ):
+        super().__init__([_drafts(window, words)], events, live=live, lock=lock)
+
+
 class Strip(Scrubber):
-    """Several pictures under one set of controls, one moment a step. show: of "schedule", "pages", "prefix", "load"."""
+    """Several pictures under one set of controls, one moment a step.
+
+    show: of "schedule", "pages", "prefix", "load", "drafts". words: text of a token, for the drafts.
+    """
 
     def __init__(
         self,
@@ -141,12 +174,14 @@ class Strip(Scrubber):
         num_blocks: int | None = None,
         block_size: int | None = None,
         experts: int | None = None,
+        words: Callable[[int], str] | None = None,
     ):
         makers = {
             "schedule": lambda: _schedule(32),
             "pages": lambda: _pages(live, num_blocks, block_size, "step"),
             "prefix": lambda: _prefix("step"),
             "load": lambda: _load(live, "run", experts),
+            "drafts": lambda: _drafts(drafts.WINDOW, words),
         }
         unknown = [name for name in show if name not in makers]
         if unknown or not show:

@@ -18,13 +18,23 @@ MOST_CHOICES = 5
 
 @dataclass(frozen=True)
 class Question:
-    """kind.field of the next event is the answer; candidates(frame) are the values a reader may consider."""
+    """kind.field of the next event is the answer; candidates(frame) are the values a reader may consider. total: the field
+    summed over that event and all others of its kind, step and sequence, the last of which is the reason."""
 
     kind: str
     field: str
     words: str
     candidates: Callable[[Frame], list[int]]
     name: Callable[[int], str]
+    total: bool = False
+
+    def key(self, coming: Sequence[Event]) -> tuple[int, Event] | None:
+        """(answer, the event that decides it) from the events that follow, or None."""
+        first = next((e for e in coming if e.kind == self.kind), None)
+        if first is None or not self.total:
+            return first and (first.data[self.field], first)
+        mine = [e for e in coming if (e.kind, e.step) == (first.kind, first.step) and e.seq == first.seq]
+        return sum(e.data[self.field] for e in mine), mine[-1]
 
 
 def _owned(frame: Frame) -> list[int]:
@@ -50,6 +60,9 @@ QUESTIONS = {
     "hit": Question(
         "hit", "blocks", "how many blocks does the next lookup find?", lambda f: list(range(5)), str
     ),
+    "stay": Question(
+        "verify", "accepted", "how many of the next drafts stay?", lambda f: list(range(5)), str, total=True
+    ),
 }
 
 
@@ -61,10 +74,10 @@ def quiz(events: Sequence[Event], at: int, question: str, *, num_blocks: int | N
     if question not in QUESTIONS:
         raise ValueError(f"question must be one of {sorted(QUESTIONS)}, got {question!r}")
     asked = QUESTIONS[question]
-    event = next((e for e in events[at + 1 :] if e.kind == asked.kind), None)
-    if event is None:
+    key = asked.key(events[at + 1 :])
+    if key is None:
         raise ValueError(f"no {asked.kind!r} event follows event {at}: choose an earlier moment")
-    right = event.data[asked.field]
+    right, event = key
     others = [c for c in asked.candidates(pages.frame(events, at, num_blocks=num_blocks)) if c != right]
     if not others:
         raise ValueError(f"only one answer is possible at event {at}: choose another moment")

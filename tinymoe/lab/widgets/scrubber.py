@@ -24,6 +24,7 @@ from tinymoe.lab.widgets.live import Driver, Live, engine_of
 from tinymoe.lab.widgets.plots import Drawing
 
 MOST_REASONS = 8
+CLICKS = ("block NUMBER", "seq NUMBER", "cell ROW EXPERT", "token STEP SEQ POSITION")
 
 
 @dataclass
@@ -165,7 +166,7 @@ class Scrubber(ipywidgets.VBox):
     def _clicked(self, change: dict) -> None:
         if change["new"]:
             change["owner"].selection = ""  # so that the same cell can be asked again
-            self._subject = clicked(change["new"], "block NUMBER", "seq NUMBER", "cell ROW EXPERT")
+            self._subject = clicked(change["new"], *CLICKS)
             self.controls.show_why = True
             self._answer()
 
@@ -220,6 +221,8 @@ class Scrubber(ipywidgets.VBox):
             what, numbers = self._subject or ("", [])
             if what == "cell":
                 reasons = self._reasons_of_cell(*numbers)
+            elif what == "token":
+                reasons = self._reasons_of_token(*numbers)
             else:
                 reasons = self._reasons(**({what: numbers[0]} if what else {}))
             self.controls.why = [[r.words, source(r.src)] for r in reasons]
@@ -246,6 +249,10 @@ class Scrubber(ipywidgets.VBox):
                 -MOST_REASONS:
             ]
         )
+
+    def _reasons_of_token(self, step: int, seq: int, position: int) -> list[Reason]:
+        seen = [e for e in self._events[: self._index + 1] if e.step == step]
+        return explain([e for e in seen if e.data.get("position") == position], seq=seq)
 
     # Without a kernel
 

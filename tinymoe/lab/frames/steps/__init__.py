@@ -1,0 +1,1 @@
+"""Frames of what a step ran (schedule) and what it guessed ahead (drafts)."""
