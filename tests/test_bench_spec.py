@@ -17,6 +17,7 @@ from tinymoe.bench.spec.measure import Arm, Timed, against_best, decode, summary
 from tinymoe.core.config import EngineConfig
 from tinymoe.core.model_config import ConfigError
 from tinymoe.engine.engine import Engine
+from tinymoe.engine.spec.drafter import ModelDrafter
 from tinymoe.model.weights import load_model
 from tinymoe.text import Tokenizer
 
@@ -130,6 +131,37 @@ def test_rows_of_random_weights_and_their_twin():
     assert {r["same_as_plain"] for r in rows} == {None}
 
 
+def test_a_dense_draft_of_random_weights_is_really_run(monkeypatch):
+    drafts, proposed = ModelDrafter.draft, []
+
+    def counted(self, counts, *arguments, **options):
+        proposed.append(sum(counts.values()))
+        return drafts(self, counts, *arguments, **options)
+
+    monkeypatch.setattr(ModelDrafter, "draft", counted)
+    words = [
+        "--synthetic",
+        "0.6",
+        "--requests",
+        "2",
+        "--depths",
+        "0",
+        "3",
+        "--tokens",
+        "24",
+        "--device",
+        "cpu",
+    ]
+    a = arguments(*words, "--draft-layers", "1", "--no-twin")
+    a.models = ["tiny"]
+    plain, deep, free = command.run_synthetic(a, {"tiny": SHAPE})
+    assert len(proposed) > 10
+    assert max(proposed) == 2 * 3
+    assert 0.3 < deep["acceptance"] < 0.9
+    assert plain["mean_depth"] == 0
+    assert {r["draft_layers"] for r in (plain, deep, free)} == {1}
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
@@ -140,6 +172,9 @@ def test_rows_of_random_weights_and_their_twin():
         (["--tokens", "0"], "--tokens must be at least 1, got 0"),
         (["--synthetic", "1.5"], r"acceptance rates in \[0, 1\], got 1.5"),
         (["--draft-cost", "0.1"], "belong to --synthetic"),
+        (["--draft-layers", "1"], "belong to --synthetic"),
+        (["--synthetic", "0.5", "--draft-layers", "-1"], "--draft-layers must be at least 0"),
+        (["--synthetic", "0.5", "--draft-layers", "1", "--draft-cost", "0.2"], "give one of them"),
         (["--synthetic", "0.5", "--draft-cost", "2"], "--draft-cost is a share of a plain step"),
         (["--targets", "dense", "--drafts", "self"], "a dense model has no experts to leave out"),
     ],

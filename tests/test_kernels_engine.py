@@ -91,12 +91,13 @@ class Interpreted(DecodeGraphs):
             self.graphs[bucket] = Graph(replay, out[0], out[1], torch.zeros(1, bucket, 2, dtype=torch.int32))
         self.replayed = 0
 
-    def launch(self, chunks, blocks, *, follow=False):
+    def launch(self, rows, tables):
         self.replayed += 1
-        flight = super().launch(chunks, blocks, follow=follow)
-        graph = self.graphs[self.bucket_for(len(chunks))]
-        assert (graph.ids_LTK[:, len(chunks) :] == -1).all()  # rows of nobody visit nobody
-        return flight._replace(ids_LTK=graph.ids_LTK[:, : len(chunks)])
+        flight = super().launch(rows, tables)
+        n = len(rows.sequences)
+        graph = self.graphs[self.bucket_for(n)]
+        assert (graph.ids_LTK[:, n:] == -1).all()  # rows of nobody visit nobody
+        return flight._replace(ids_LTK=graph.ids_LTK[:, :n])
 
     def _mark(self):
         return SimpleNamespace(synchronize=lambda: None)

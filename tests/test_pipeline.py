@@ -1,24 +1,21 @@
 """Decode steps as a captured graph runs them, and steps started before the last one's tokens are known.
 
-A stand-in replays on a CPU what a CUDA graph replays on a GPU: from the same fixed buffers, filled by the same code, with
-garbage where a bucket has rows to spare. So everything but the capture itself is tried here; test_gpu.py does the rest.
+A stand-in (replayed.py) takes the place of captured graphs on a CPU; test_gpu.py does the rest.
 """
 
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replayed import BUCKETS, with_graphs
 from tiny_models import GREEDY, NAMES, NEW, alone, cases, engine, finish, seeded, tokens_of
 
-from tinymoe import ops
 from tinymoe.core.params import SamplingParams
 from tinymoe.engine.engine import Engine
-from tinymoe.engine.forward.graphs import DecodeGraphs, Graph, Inputs, buckets_up_to
-from tinymoe.engine.forward.runner import PagedAttend
+from tinymoe.engine.forward.graphs import Inputs, buckets_up_to
 
 ENGINES = {
     "roomy": {},
@@ -30,65 +27,8 @@ ENGINES = {
 }
 
 
-class Replayed(DecodeGraphs):
-    """DecodeGraphs whose graphs are functions."""
-
-    def __init__(self, one: Engine, buckets: list[int]):
-        width = one.blocks.tables.shape[1]
-        super().__init__(lambda *_: (torch.zeros(0), None), buckets, width, torch.device("cpu"))
-        self.one = one
-        self.launched = self.followed = 0
-        config = one.runner.model.config
-        K = max((layer.moe.top_k for layer in config.layers if layer.moe), default=0)
-        L = sum(layer.moe is not None for layer in config.layers)
-        for bucket in buckets:
-            logits, drawn = (
-                torch.zeros(bucket, config.vocab_size),
-                torch.zeros(2, bucket, dtype=torch.float64),
-            )
-            ids_LTK = torch.zeros(L, bucket, K, dtype=torch.int64) if L else None
-            self.graphs[bucket] = Graph(
-                lambda bucket=bucket, out=(logits, drawn, ids_LTK): self._replay(bucket, *out),
-                logits, drawn, ids_LTK,
-            )  # fmt: skip
-
-    @torch.inference_mode()
-    def _replay(self, bucket, logits, drawn, ids_LTK):
-        x, runner = self.inputs, self.one.runner
-        n = int(x.num_valid[0])
-        assert (x.slots[n:bucket] == -1).all()
-        assert (x.context_lens[n:bucket] == 0).all()
-        spans = [(i, i + 1, int(x.context_lens[i]), x.tables[i].numpy()) for i in range(n)]
-        spans = [(a, b, c, table[: -(-c // runner.storage.block_size)]) for a, b, c, table in spans]
-        plans = {
-            window: ops.plan_attention(spans, runner.storage.block_size, window)
-            for window in set(runner.windows)
-        }
-        slots = x.slots[:n].long()
-        runner.recorder.begin(slots)
-        attend = PagedAttend(slots, plans, runner.storage, runner.windows)
-        logits.fill_(torch.nan)
-        logits[:n] = runner.model(x.token_ids[:n].long(), x.positions[:n].long(), attend, runner.recorder)
-        if ids_LTK is not None:
-            ids_LTK.fill_(-1)
-            ids_LTK[:, :n] = runner.recorder.stacked()
-        ids, best = ops.sample(logits[:n], x.temperature[:n], x.seeds[:n], x.next_positions[:n].long())
-        drawn.fill_(torch.nan)
-        drawn[:, :n] = torch.stack((ids.double(), best.double()))
-
-    def launch(self, chunks, blocks, *, follow=False):
-        self.launched += 1
-        self.followed += follow
-        return super().launch(chunks, blocks, follow=follow)
-
-    def _mark(self):
-        return SimpleNamespace(synchronize=lambda: None)
-
-
-def replayed(name, ahead=True, buckets=(1, 2, 5, 24), **options) -> Engine:
-    one = engine(name, async_scheduling=ahead, **options)
-    one.runner.graphs = Replayed(one, list(buckets))
-    return one
+def replayed(name, ahead=True, buckets=BUCKETS, **options) -> Engine:
+    return with_graphs(engine(name, async_scheduling=ahead, **options), buckets)
 
 
 def add_all(one, name, params=(GREEDY,), prefix=""):
@@ -216,10 +156,10 @@ def test_a_step_ahead_that_fails_to_start_can_be_repeated(monkeypatch):
         one.step()
     launch = one.runner.graphs.launch
 
-    def broken(*arguments, follow=False):
-        if follow:
+    def broken(rows, tables):
+        if rows.token_ids is None:
             raise RuntimeError("no launch")
-        return launch(*arguments, follow=follow)
+        return launch(rows, tables)
 
     monkeypatch.setattr(one.runner.graphs, "launch", broken)
     failed = 0

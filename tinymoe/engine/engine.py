@@ -200,7 +200,7 @@ class Engine:
             self.pipeline.settle(step)
             self.metrics.computed_tokens += tokens
             self._grow(step.batch, step.forward.logits, runs)
-            self.spec.finish(step.batch.chunks, tokens)
+            self.spec.finish(step.batch.chunks, tokens, self._ahead is not None)
         except BaseException as error:
             self._fail(step.batch.chunks, error)
             raise

@@ -154,14 +154,22 @@ def run_synthetic(a: argparse.Namespace, shapes: dict[str, dict[str, Any]]) -> l
                 configs[f"{name} dense twin"] = synthetic.twin(shapes[name])
             for label, config in configs.items():
                 folder = synthetic.write_folder(config, Path(root) / label.replace(" ", "-"))
-                rows += run_shape(label, load_model(folder, "auto", device, "dummy"), a)
+                draft = None
+                if a.draft_layers:
+                    small = synthetic.draft_config(config, a.draft_layers)
+                    draft = load_model(
+                        synthetic.write_folder(small, folder / "draft"), "auto", device, "dummy"
+                    )
+                rows += run_shape(label, load_model(folder, "auto", device, "dummy"), draft, a)
                 gc.collect()
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
     return rows
 
 
-def run_shape(label: str, model: Decoder, a: argparse.Namespace) -> list[dict[str, Any]]:
+def run_shape(
+    label: str, model: Decoder, draft: Decoder | None, a: argparse.Namespace
+) -> list[dict[str, Any]]:
     """Rows of one model with random weights, over requests and rates."""
     vocab = model.config.vocab_size
     cells = {
@@ -170,13 +178,17 @@ def run_shape(label: str, model: Decoder, a: argparse.Namespace) -> list[dict[st
     }
     options = sizes(cells, a, model) | {"enable_prefix_caching": False, "enforce_eager": a.enforce_eager}
     plain = Arm("plain", Engine(model, EngineConfig(**options)), None, False)
-    engines = [synthetic.guessing_engine(model, max(a.depths), free, **options) for free in (False, True)]
+    engines = [
+        synthetic.guessing_engine(model, max(a.depths), free, draft, **options) for free in (False, True)
+    ]
     arms = [plain, *(Arm(f"coin {depth}", engines[depth is None], depth) for depth in depths_of(a))]
     rows = []
     for rate in a.synthetic:
         for engine in engines:
             synthetic.set_coin(engine, rate, a.seed)
-        label_of = {"draft": "coin", "forced_acceptance": rate, "draft_cost": a.draft_cost}
+        label_of = {
+            "draft": "coin", "forced_acceptance": rate, "draft_cost": a.draft_cost, "draft_layers": a.draft_layers,
+        }  # fmt: skip
         labels = dict.fromkeys([arm.name for arm in arms], label_of)
         for n, sets in cells.items():
             tokens, most = tokens_of(a, n), options["max_model_len"]

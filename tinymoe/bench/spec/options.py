@@ -77,6 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --synthetic: one drafted place, as a share of a plain step",
     )
     add(
+        "--draft-layers",
+        type=int,
+        default=0,
+        help="with --synthetic: drafts come from a dense model of so many layers, as wide as the target",
+    )
+    add(
         "--enforce-eager",
         action="store_true",
         help="with --synthetic: plain decoding without CUDA graphs, too",
@@ -95,9 +101,14 @@ def check(a: argparse.Namespace) -> None:
     for rate in a.synthetic or ():
         require(0 <= rate <= 1, f"--synthetic takes acceptance rates in [0, 1], got {rate}")
     require(0 <= a.draft_cost <= 1, f"--draft-cost is a share of a plain step in [0, 1], got {a.draft_cost}")
+    require(a.draft_layers >= 0, f"--draft-layers must be at least 0, got {a.draft_layers}")
     require(
-        bool(a.synthetic) or not (a.draft_cost or a.enforce_eager or a.no_twin),
-        "--draft-cost, --enforce-eager and --no-twin belong to --synthetic",
+        not (a.draft_cost and a.draft_layers),
+        "--draft-cost says what --draft-layers measures: give one of them",
+    )
+    require(
+        bool(a.synthetic) or not (a.draft_cost or a.draft_layers or a.enforce_eager or a.no_twin),
+        "--draft-cost, --draft-layers, --enforce-eager and --no-twin belong to --synthetic",
     )
     possible = [d for d in a.drafts for t in a.targets if d != "self" or t == "moe"]
     require(bool(a.synthetic or possible), "--drafts self needs --targets moe: a dense model has no experts to leave out")  # fmt: skip
@@ -119,7 +130,7 @@ def command_line(a: argparse.Namespace) -> str:
         "repeats",
         "threads",
         "seed",
-        *(["draft_cost", "device"] if a.synthetic else []),
+        *(["draft_cost", "draft_layers", "device"] if a.synthetic else []),
     ):
         words += [f"--{name.replace('_', '-')}", str(getattr(a, name))]
     for name in ("no_adaptive", "no_twin", "enforce_eager"):

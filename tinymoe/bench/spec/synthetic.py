@@ -1,8 +1,8 @@
 """Speculation with acceptance by decree, for models whose weights are random and would accept nothing: every row is marked
 synthetic.
 
-Drafts are random tokens, which cost nothing, or a stated share of a plain step for each place of the draft. The target
-verifies them in earnest, with all experts that they route to, and samples behind each; then a seeded coin, not the target,
+Drafts are random tokens, which cost nothing, or a stated share of a plain step for each place of the draft; or what a dense
+model with random weights says, which is run like any draft model. The target verifies them in earnest, with all experts that they route to, and samples behind each; then a seeded coin, not the target,
 says how many stay. So times are those of real verification, and what the text would have been is not asked. Random tokens
 through random routers visit about as many distinct experts as independent choices would; tokens of a text visit fewer.
 """
@@ -51,9 +51,9 @@ class RandomDrafts(Proposer):
 class CoinSpeculator(Speculator):
     """Keeps each draft with chance `rate`, up to the first that is not kept."""
 
-    def __init__(self, engine: Engine, rate: float, seed: int):
-        self.drafts = RandomDrafts(engine, seed)
-        super().__init__(engine.config, self.drafts, engine.routes, engine.metrics, engine.max_model_len)
+    def __init__(self, engine: Engine, drafts: Proposer, rate: float, seed: int):
+        self.drafts = drafts
+        super().__init__(engine.config, drafts, engine.routes, engine.metrics, engine.max_model_len)
         self.rate, self.coins = rate, np.random.default_rng((seed, 1))
 
     @torch.inference_mode()
@@ -68,22 +68,31 @@ class CoinSpeculator(Speculator):
         return runs
 
 
-def guessing_engine(model: Decoder, depth: int, adaptive: bool, **options: Any) -> Engine:
-    """An engine for set_coin."""
-    # The method only says that there is no draft model; who really proposes comes with the coin.
-    guess = {"method": "ngram", "num_speculative_tokens": depth, "adaptive": adaptive}
-    return Engine(model, EngineConfig(speculative_config=guess, **options))
+def guessing_engine(
+    model: Decoder, depth: int, adaptive: bool, draft: Decoder | None = None, **options: Any
+) -> Engine:
+    """An engine for set_coin. draft: who proposes; None: nobody, the tokens are random."""
+    # Without a draft the method only says that there is none; who really proposes comes with the coin.
+    guess: dict[str, Any] = {"method": "ngram"}
+    if draft is not None:
+        guess = {"method": "draft_model", "model": "random weights", "acceptance": "coupled"}
+    guess |= {"num_speculative_tokens": depth, "adaptive": adaptive}
+    return Engine(model, EngineConfig(speculative_config=guess, **options), draft=draft)
 
 
 def set_coin(engine: Engine, rate: float, seed: int) -> None:
     """From now on a coin accepts the engine's drafts; what it had learnt about depth is forgotten. No request may run."""
-    engine.spec = CoinSpeculator(engine, rate, seed)
+    assert isinstance(engine.spec, Speculator)
+    drafts = engine.spec.proposer
+    if drafts.drafter is None:
+        drafts = RandomDrafts(engine, seed)
+    engine.spec = CoinSpeculator(engine, drafts, rate, seed)
 
 
 def set_draft_cost(engines: Seq[Engine], seconds: float) -> None:
-    """What one place of a draft costs from now on."""
+    """What one place of a random draft costs from now on."""
     for engine in engines:
-        if isinstance(engine.spec, CoinSpeculator):
+        if isinstance(engine.spec, CoinSpeculator) and isinstance(engine.spec.drafts, RandomDrafts):
             engine.spec.drafts.pass_seconds = seconds
 
 
@@ -91,6 +100,7 @@ def twin(config: dict[str, Any]) -> dict[str, Any]:
     """config.json of a dense model that multiplies as many parameters a token (router and norms aside): the same attention,
     and one MLP as wide as the experts of a token together."""
     width = config.get("moe_intermediate_size") or config["intermediate_size"]
+    width *= config.get("num_experts_per_tok", 1)
     kept = (
         "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
         "max_position_embeddings", "rms_norm_eps", "rope_theta", "hidden_act", "tie_word_embeddings", "torch_dtype",
@@ -100,9 +110,14 @@ def twin(config: dict[str, Any]) -> dict[str, Any]:
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        "intermediate_size": width * config["num_experts_per_tok"],
+        "intermediate_size": width,
         "attention_bias": False,
     }
+
+
+def draft_config(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """config.json of a draft for this model: the first layers of its dense twin."""
+    return {**twin(config), "num_hidden_layers": layers}
 
 
 def write_folder(config: dict[str, Any], folder: Path) -> Path:

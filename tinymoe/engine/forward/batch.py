@@ -23,8 +23,8 @@ class Batch(NamedTuple):
     """One step, flat: the chunks one after another, in the order in which they were reserved.
 
     token_ids, positions, slots [T] int64. spans: one per chunk. rows [R] int64: tokens whose logits are wanted; those of
-    chunk i are rows first_row[i] .. first_row[i + 1] - 1. decodes: every token yields one token of its own
-    sequence.
+    chunk i are rows first_row[i] .. first_row[i + 1] - 1. decodes: every token is a draft or the newest of its sequence, and
+    one token is drawn behind each.
     """
 
     chunks: list[Chunk]
@@ -65,7 +65,7 @@ class Batch(NamedTuple):
             spans,
             torch.tensor(rows, dtype=torch.int64),
             first_row,
-            len(chunks) == len(rows) == len(token_ids) and not any(chunk.seq.forks for chunk in chunks),
+            all(_decodes(chunk) for chunk in chunks),
         )
 
     def to(self, device: torch.device) -> "Batch":
@@ -75,3 +75,8 @@ class Batch(NamedTuple):
         parts = (self.token_ids, self.positions, self.slots, self.rows)
         there = torch.cat(parts).to(device).split([len(part) for part in parts])
         return self._replace(token_ids=there[0], positions=there[1], slots=there[2], rows=there[3])
+
+
+def _decodes(chunk: Chunk) -> bool:
+    seq, start, stop, samples = chunk
+    return samples and stop - start == 1 + len(seq.draft_token_ids) and not seq.forks

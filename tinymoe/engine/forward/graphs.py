@@ -4,11 +4,16 @@ A graph repeats what was recorded, at the addresses that were recorded. So there
 (buckets), its inputs lie in fixed buffers, and a step of n tokens runs in the next larger bucket with rows to spare. Those
 rows are nobody's: slot -1 stores no keys, context 0 attends to nothing, and `num_valid` keeps them from every expert.
 
+A token that verifies a draft is a row like any other, with the block table of its sequence and a context that ends with
+itself: a layer stores the keys of all rows before it attends. So speculation needs no graphs of its own; what it pays is that
+rows of one sequence read its keys each for itself, from the L2 cache while they fit there.
+
 Everything that depends on the requests is data: block tables, lengths, seeds, temperatures. The bounds that the grids are
 made from (the longest context) are those of the engine. Sources: CUDA graphs in vLLM and PyTorch (Ng et al. 2021).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +21,7 @@ import torch
 from torch import Tensor
 
 from tinymoe import ops
-from tinymoe.cache.blocks import BlockManager
-from tinymoe.core.sequence import Chunk
+from tinymoe.core.sequence import Sequence
 
 
 def buckets_up_to(most: int) -> list[int]:
@@ -27,24 +31,38 @@ def buckets_up_to(most: int) -> list[int]:
     return [n for n in steps if n < most] + [most]
 
 
-class Inputs:
-    """What a step brings for each of its sequences, in one buffer of 32-bit words, so that it takes one transfer.
+class Rows(NamedTuple):
+    """The tokens of a step, one a row: of which sequence, at which position, stored in which slot (int64 [n] both).
 
-    token_ids, positions, next_positions, slots, context_lens int32 [rows], seeds int64, temperature float32; num_valid
-    int32 [1]; block tables int32 [rows, width], last, so that a small step sends few of them.
+    token_ids: None if the last launch draws them, on the GPU, in its rows `drawn_in` (None: row by row).
+    """
+
+    sequences: list[Sequence]
+    token_ids: Tensor | None
+    positions: np.ndarray
+    slots: np.ndarray
+    drawn_in: Seq[int] | None = None
+
+
+class Inputs:
+    """What a step brings for each of its rows, in one buffer of 32-bit words, so that it takes one transfer.
+
+    token_ids, drawn_in, positions, next_positions, slots, context_lens int32 [rows], seeds int64, temperature float32;
+    num_valid int32 [1]; block tables int32 [rows, width], last, so that a small step sends few of them.
     """
 
     def __init__(self, rows: int, width: int, device: torch.device | str, pin: bool = False):
         self.rows, self.width = rows, width
         even = rows + rows % 2  # seeds must lie at a multiple of 8 bytes
         self.words = torch.zeros(
-            8 * even + 2 + rows * width, dtype=torch.int32, device=device, pin_memory=pin
+            9 * even + 2 + rows * width, dtype=torch.int32, device=device, pin_memory=pin
         )
         self.fixed = even  # words before it are the tokens
-        token_ids, positions, later, slots, lens, warmth, seeds, count, tables = self.words.split(
-            [even] * 6 + [2 * even, 2, rows * width]
+        token_ids, drawn_in, positions, later, slots, lens, warmth, seeds, count, tables = self.words.split(
+            [even] * 7 + [2 * even, 2, rows * width]
         )
-        self.token_ids, self.positions, self.next_positions = token_ids, positions, later
+        self.token_ids, self.drawn_in = token_ids, drawn_in
+        self.positions, self.next_positions = positions, later
         self.slots, self.context_lens, self.temperature = slots, lens, warmth.view(torch.float32)
         self.seeds, self.num_valid, self.tables = seeds.view(torch.int64), count[:1], tables.view(rows, width)
 
@@ -59,26 +77,29 @@ class Staged:
     def __init__(self, rows: int, width: int, pin: bool):
         self.inputs = Inputs(rows, width, "cpu", pin)
         self.drawn = torch.zeros(2 * rows, dtype=torch.float64, pin_memory=pin)
+        self.arrived: torch.cuda.Event | None = None  # of the launch that took it last
 
-    def fill(self, chunks: Sequence[Chunk], blocks: BlockManager, bucket: int, tokens: bool = True) -> None:
-        """Write the step of these one-token chunks, and the rest of the bucket as nobody's."""
-        n, x = len(chunks), self.inputs
-        positions = torch.from_numpy(blocks.positions())
+    def fill(self, rows: Rows, tables: np.ndarray, bucket: int) -> None:
+        """Write these rows, and the rest of the bucket as nobody's."""
+        n, x, seqs = len(rows.sequences), self.inputs, rows.sequences
+        positions = torch.from_numpy(rows.positions)
         columns = [
             (x.positions, positions, 0),
             (x.next_positions, positions + 1, 0),
             (x.context_lens, positions + 1, 0),
-            (x.slots, torch.from_numpy(blocks.place()), -1),
-            (x.temperature, torch.tensor([c.seq.request.params.heat for c in chunks]), 0),
-            (x.seeds, torch.tensor([c.seq.seed for c in chunks]), 0),
+            (x.slots, torch.from_numpy(rows.slots), -1),
+            (x.temperature, torch.tensor([seq.request.params.heat for seq in seqs]), 0),
+            (x.seeds, torch.tensor([seq.seed for seq in seqs]), 0),
         ]
-        if tokens:
-            columns.append((x.token_ids, torch.tensor([c.seq.token_ids[c.start] for c in chunks]), 0))
+        if rows.token_ids is not None:
+            columns.append((x.token_ids, rows.token_ids, 0))
+        elif rows.drawn_in is not None:
+            columns.append((x.drawn_in, torch.tensor(rows.drawn_in), 0))
         for column, values, nobody in columns:
             column[:n] = values
             column[n:bucket] = nobody
         x.num_valid[0] = n
-        np.take(blocks.tables, [c.seq.row for c in chunks], axis=0, out=x.tables[:n].numpy(), mode="clip")
+        np.take(tables, [seq.row for seq in seqs], axis=0, out=x.tables[:n].numpy(), mode="clip")
 
 
 class Flight(NamedTuple):
@@ -108,16 +129,19 @@ Decode = Callable[[Inputs, int, dict], tuple[Tensor, Tensor | None]]
 
 
 class DecodeGraphs:
-    """decode(inputs, bucket, plans) -> logits [bucket, V] and experts [L, bucket, K] is what gets captured."""
+    """decode(inputs, bucket, plans) -> logits [bucket, V] and experts [L, bucket, K] is what gets captured.
 
-    def __init__(self, decode: Decode, buckets: list[int], width: int, device: torch.device):
+    under_way: how many launches may go by before what the first of them drew is looked at.
+    """
+
+    def __init__(
+        self, decode: Decode, buckets: list[int], width: int, device: torch.device, under_way: int = 2
+    ):
         self.decode = decode
         self.buckets = buckets
         self.inputs = Inputs(buckets[-1], width, device)
         pin = self.inputs.words.is_cuda
-        self.staged = [
-            Staged(buckets[-1], width, pin) for _ in range(2)
-        ]  # the other one may still be on its way
+        self.staged = [Staged(buckets[-1], width, pin) for _ in range(under_way)]
         self.graphs: dict[int, Graph] = {}
         self.starts = torch.arange(buckets[-1] + 1, dtype=torch.int32, device=device)
         self._turn = 0
@@ -156,23 +180,28 @@ class DecodeGraphs:
         """The smallest bucket with room, or None."""
         return next((b for b in self.buckets if b >= tokens), None)
 
-    def launch(self, chunks: Sequence[Chunk], blocks: BlockManager, *, follow: bool = False) -> Flight:
-        """Start a step of one-token chunks. follow: their tokens are those that the last launch drew, row by row."""
-        n = len(chunks)
+    def launch(self, rows: Rows, tables: np.ndarray) -> Flight:
+        """Start a step. tables int32 [max_num_seqs, width]: the block tables of all running sequences."""
+        n = len(rows.sequences)
         bucket = self.bucket_for(n)
         assert bucket is not None
-        graph, staged = self.graphs[bucket], self.staged[self._turn]
-        self._turn = 1 - self._turn
-        staged.fill(chunks, blocks, bucket, tokens=not follow)
-        first, end = self.inputs.fixed if follow else 0, self.inputs.used(bucket)
-        self.inputs.words[first:end].copy_(staged.inputs.words[first:end], non_blocking=True)
-        if follow:
-            self.inputs.token_ids[:n].copy_(self._drawn[0, :n])
+        graph, staged, x = self.graphs[bucket], self.staged[self._turn], self.inputs
+        self._turn = (self._turn + 1) % len(self.staged)
+        if staged.arrived is not None:
+            staged.arrived.synchronize()
+        staged.fill(rows, tables, bucket)
+        first, end = x.fixed if rows.token_ids is None else 0, x.used(bucket)
+        x.words[first:end].copy_(staged.inputs.words[first:end], non_blocking=True)
+        if rows.token_ids is None:
+            before = self._drawn[0]
+            x.token_ids[:n].copy_(
+                before[:n] if rows.drawn_in is None else before.index_select(0, x.drawn_in[:n])
+            )
         graph.replay()
         self._drawn = graph.drawn
         drawn = staged.drawn[: 2 * bucket].view(2, bucket)
         drawn.copy_(graph.drawn, non_blocking=True)
-        arrived = self._mark()
+        arrived = staged.arrived = self._mark()
         ids_LTK = None if graph.ids_LTK is None else graph.ids_LTK[:, :n]
         return Flight(graph.logits[:n], ids_LTK, drawn[:, :n], arrived)
 

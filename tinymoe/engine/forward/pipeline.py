@@ -80,6 +80,8 @@ class Pipeline:
         chunks = step.batch.chunks
         if step.forward.flight is None or len(chunks) != len(scheduler.running):
             return False
+        if len(step.batch.token_ids) > len(chunks):  # how many drafts stay, only the tokens tell
+            return False
         if scheduler.waiting and len(scheduler.running) < self.config.max_num_seqs:
             return False
         return self.runner.flies(step.batch) and all(map(self._goes_on, chunks))

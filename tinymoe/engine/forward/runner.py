@@ -10,7 +10,7 @@ from tinymoe.cache.blocks import BlockManager
 from tinymoe.cache.storage import KVStorage
 from tinymoe.core.config import EngineConfig
 from tinymoe.engine.forward.batch import Batch
-from tinymoe.engine.forward.graphs import DecodeGraphs, Flight, Inputs, buckets_up_to
+from tinymoe.engine.forward.graphs import DecodeGraphs, Flight, Inputs, Rows, buckets_up_to
 from tinymoe.engine.routes import RouteRecorder
 from tinymoe.model.decoder import Decoder
 from tinymoe.model.moe import MoE
@@ -43,6 +43,13 @@ class PagedAttend:
         return ops.paged_attention(q_TNH, k_cache, v_cache, self.plans[self.windows[layer]])
 
 
+def can_capture(model: Decoder, config: EngineConfig) -> bool:
+    """Whether steps of this model can be CUDA graphs, and are wanted as such."""
+    fused = all(module.path == "fused" for module in model.modules() if isinstance(module, MoE))
+    on_gpu = ops.gpu.AVAILABLE and model.norm.weight.device.type == "cuda"
+    return not config.enforce_eager and fused and on_gpu
+
+
 class Forward(NamedTuple):
     """What a step's forward pass leaves: logits [R, V] float32 of batch.rows; a captured graph also draws tokens, and its
     logits are gone (None) once another step follows."""
@@ -68,10 +75,11 @@ class Runner:
     @torch.inference_mode()
     def capture(self, config: EngineConfig, max_model_len: int) -> None:
         """Record decode steps as CUDA graphs, where there are CUDA and kernels that wait for nothing."""
-        fused = all(m.path == "fused" for m in self._moes)
-        if not config.enforce_eager and fused and ops.gpu.AVAILABLE and self.device.type == "cuda":
+        if can_capture(self.model, config):
             width = -(-max_model_len // config.block_size)
-            graphs = DecodeGraphs(self._decode, buckets_up_to(config.max_num_seqs), width, self.device)
+            drafts = config.speculation.num_speculative_tokens if config.speculation is not None else 0
+            rows = min(config.max_num_seqs * (1 + drafts), config.max_num_batched_tokens)
+            graphs = DecodeGraphs(self._decode, buckets_up_to(rows), width, self.device)
             graphs.capture(set(self.windows), max_model_len, self.model.invariant)
             self.graphs = graphs
 
@@ -93,11 +101,11 @@ class Runner:
         return Forward(self.model(batch.token_ids, batch.positions, attend, self.recorder, batch.rows))
 
     def flies(self, batch: Batch) -> bool:
-        """Whether a captured graph can run this batch: decodes only, not too many, and nobody looks inside."""
+        """Whether a captured graph can run this batch: decodes and drafts only, not too many, and nobody looks inside."""
         graphs = self.graphs
         if graphs is None or not batch.decodes or self.recorder.trace.on:
             return False
-        return graphs.bucket_for(len(batch.chunks)) is not None
+        return graphs.bucket_for(len(batch.token_ids)) is not None
 
     @torch.inference_mode()
     def follow(self, batch: Batch, blocks: BlockManager) -> Forward:
@@ -107,7 +115,10 @@ class Runner:
 
     def _fly(self, batch: Batch, blocks: BlockManager, follow: bool) -> Forward:
         assert self.graphs is not None
-        flight = self.graphs.launch(batch.chunks, blocks, follow=follow)
+        seqs = [chunk.seq for chunk in batch.chunks for _ in range(chunk.start, chunk.stop)]
+        token_ids = None if follow else batch.token_ids
+        rows = Rows(seqs, token_ids, blocks.positions(), blocks.place())
+        flight = self.graphs.launch(rows, blocks.tables)
         self.recorder.take(flight.ids_LTK)
         return Forward(flight.logits, flight)
 

@@ -51,11 +51,20 @@ class CostModel:
     def __len__(self) -> int:
         return len(self._seconds)
 
-    def observe(self, n: int, experts: float, seconds: float) -> None:
-        """A step of n tokens visited so many distinct experts (summed over layers) and took so long."""
+    def __contains__(self, n: int) -> bool:
+        """Whether a step of n tokens has been seen."""
+        return n in self._experts
+
+    def observe(self, n: int, experts: float | None, seconds: float) -> None:
+        """A step of n tokens visited so many distinct experts (summed over layers; None: as many as before) and took so
+        long."""
+        if experts is not None:
+            known = self._experts.get(n, experts)
+            self._experts[n] = 0.8 * known + 0.2 * experts
+        elif n not in self:
+            return
         known = self._seconds.setdefault(n, deque(maxlen=MEMORY))
         known.append(max(seconds, 1e-9))
-        self._experts[n] = experts if len(known) == 1 else 0.8 * self._experts[n] + 0.2 * experts
         self._new += 1
         if len(known) < 4 or self._new >= REFIT:
             self._new = 0
@@ -114,16 +123,8 @@ class Depth:
         self.steps = CostModel()
         self.acceptance = Acceptance(0.7, fade=0.99)
         self._passes: dict[int, deque[float]] = {}  # sequences in a draft's pass -> seconds of one pass
-        self._trials = [
-            most,
-            0,
-            1,
-            most,
-            0,
-            max(1, most // 2),
-            most,
-            0,
-        ]  # first, to have something to compare
+        # First, to have something to compare. Runs of 0: on a GPU a step that follows another at once is a cheaper one.
+        self._trials = [most, 0, 0, 0, 1, most, 0, 0, max(1, most // 2), most, 0, 0]
         self._level = 0.0  # drafts per sequence, last time
         self._rest, self._rested = REST, 0
         self._rates: list[float] = []
@@ -184,12 +185,17 @@ class Depth:
             depths[i] = min(limits[i], max(1, self.most // 2))
         return depths
 
-    def skip(self) -> bool:
-        """A step without drafts that was not asked about. True."""
-        self._rested += 1
-        return True
+    def rests(self, n: int) -> bool:
+        """Whether the next step will surely propose nothing, whatever the tokens of this one of n tokens are."""
+        if n not in self.steps:
+            return False
+        if self._trials:
+            return self._trials[0] == 0
+        return not self._level and self._rested + 1 < self._rest
 
-    @property
-    def resting(self) -> bool:
-        """Whether the next step will surely propose nothing, whatever this one's tokens are."""
-        return not self._trials and not self._level and self._rested + 1 < self._rest
+    def skip(self) -> None:
+        """A step without drafts was not asked about, since rests() said so."""
+        if self._trials and not self._trials[0]:
+            self._trials.pop(0)
+        else:
+            self._rested += 1

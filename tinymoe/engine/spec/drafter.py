@@ -11,9 +11,11 @@ from torch import Tensor
 from tinymoe import ops
 from tinymoe.cache.blocks import BlockManager
 from tinymoe.cache.storage import KVStorage
+from tinymoe.core.config import EngineConfig
 from tinymoe.core.sequence import Sequence
 from tinymoe.engine.forward.batch import Span
-from tinymoe.engine.forward.runner import PagedAttend
+from tinymoe.engine.forward.graphs import DecodeGraphs, Inputs, Rows, buckets_up_to
+from tinymoe.engine.forward.runner import PagedAttend, can_capture
 from tinymoe.model.decoder import Decoder
 from tinymoe.model.moe import MoE
 
@@ -30,6 +32,7 @@ def with_fewer_experts(model: Decoder, count: int) -> Decoder:
 
 
 Choose = Callable[[list[Sequence], Tensor], list[int]]
+Parts = list[tuple[Sequence, int, list[int]]]  # sequence, position of the first token, tokens
 
 
 class ModelDrafter:
@@ -50,6 +53,24 @@ class ModelDrafter:
         self.max_tokens = max_tokens
         self.windows = [layer.sliding_window for layer in model.config.layers]
         self.caught_up = 0  # tokens beyond the newest one that the last draft had to compute first
+        self.graphs: DecodeGraphs | None = None
+
+    @torch.inference_mode()
+    def capture(self, config: EngineConfig, depth: int) -> None:
+        """Record passes as CUDA graphs, where that can be; up to `depth` of them follow one another unseen."""
+        if can_capture(self.model, config):
+            width, device = self.blocks.tables.shape[1], self.storage.kv.device
+            rows = min(
+                2 * config.max_num_seqs, self.max_tokens
+            )  # a draft that was kept whole leaves two to be read
+            graphs = DecodeGraphs(self._decode, buckets_up_to(rows), width, device, depth)
+            graphs.capture(set(self.windows), width * self.blocks.block_size, self.model.invariant)
+            self.graphs = graphs
+
+    def _decode(self, x: Inputs, bucket: int, plans: dict) -> tuple[Tensor, None]:
+        """What a graph records: one pass of `bucket` rows."""
+        attend = PagedAttend(x.slots[:bucket], plans, self.storage, self.windows)
+        return self.model(x.token_ids[:bucket], x.positions[:bucket], attend, None, None, x.num_valid), None
 
     def computed(self, seq: Sequence) -> int:
         """How many leading tokens of `seq` have KV here; the newest token never counts."""
@@ -71,15 +92,18 @@ class ModelDrafter:
                 self.blocks.drafted[table[full]] = max(rest, self.blocks.drafted[table[full]])
 
     @torch.inference_mode()
-    def draft(self, counts: dict[Sequence, int], choose: Choose) -> None:
+    def draft(self, counts: dict[Sequence, int], choose: Choose, *, drawn: bool = False) -> None:
         """Append counts[seq] tokens to draft_token_ids of every sequence; their blocks are reserved. choose(seqs, logits
-        [S, V]) picks one each."""
+        [S, V]) picks one each; drawn: it would pick what a captured graph draws, so that nobody needs to look in between."""
         if not self.own:  # blocks that diverge in this step are read before the step itself copies them
             self.storage.copy_blocks(self.blocks.copies)
         at = {seq: self.computed(seq) for seq in counts}
         self.caught_up = sum(seq.num_tokens - 1 - at[seq] for seq in counts)
         self._catch_up(at)
         parts = [(seq, at[seq], seq.token_ids[at[seq] :]) for seq in counts]
+        if drawn and self._flies(parts):
+            self._chain(counts, parts)
+            return
         while parts:
             seqs = [seq for seq, _, _ in parts]
             tokens = choose(seqs, self._run(parts))
@@ -89,6 +113,40 @@ class ModelDrafter:
                 drafts.append(token)
                 if len(drafts) < counts[seq]:
                     parts.append((seq, seq.num_tokens + len(drafts) - 1, [token]))
+
+    def _flies(self, parts: Parts) -> bool:
+        tokens = sum(len(tokens) for _, _, tokens in parts)
+        return self.graphs is not None and self.graphs.bucket_for(tokens) is not None
+
+    def _chain(self, counts: dict[Sequence, int], parts: Parts) -> None:
+        """All passes at once: each takes its tokens where the one before has drawn them."""
+        assert self.graphs is not None
+        tables, size = self.blocks.tables, self.blocks.block_size
+        rows, last = self._rows(parts)
+        seqs = list(counts)
+        passes = [(seqs, last, self.graphs.launch(rows, tables))]
+        for ahead in range(1, max(counts.values())):
+            on = [i for i, seq in enumerate(seqs) if counts[seq] > ahead]
+            drawn_in = [last[i] for i in on]
+            seqs, last = [seqs[i] for i in on], list(range(len(on)))
+            where = np.array([seq.num_tokens - 1 + ahead for seq in seqs])
+            blocks = tables[[seq.row for seq in seqs], where // size].astype(np.int64)
+            rows = Rows(seqs, None, where, blocks * size + where % size, drawn_in)
+            passes.append((seqs, last, self.graphs.launch(rows, tables)))
+        for seqs, last, flight in passes:
+            drawn = flight.wait()[0].tolist()
+            for seq, row in zip(seqs, last):
+                seq.draft_token_ids.append(int(drawn[row]))
+
+    def _rows(self, parts: Parts) -> tuple[Rows, list[int]]:
+        """The tokens of these parts as rows, and which of them are the last of each."""
+        size = self.blocks.block_size
+        seqs = [seq for seq, _, tokens in parts for _ in tokens]
+        ids = torch.tensor([token for _, _, tokens in parts for token in tokens])
+        where = np.concatenate([np.arange(start, start + len(tokens)) for _, start, tokens in parts])
+        blocks = self.blocks.tables[[seq.row for seq in seqs], where // size].astype(np.int64)
+        last = np.cumsum([len(tokens) for _, _, tokens in parts]) - 1
+        return Rows(seqs, ids, where, blocks * size + where % size), last.tolist()
 
     def _catch_up(self, at: dict[Sequence, int]) -> None:
         """Long arrears in steps of max_tokens, so that no draft takes more memory than a step of the engine."""
@@ -103,24 +161,24 @@ class ModelDrafter:
                 return
             self._run(parts)
 
-    def _run(self, parts: list[tuple[Sequence, int, list[int]]]) -> Tensor:
-        """One forward pass over (sequence, position of the first token, tokens); logits [S, V] of the last tokens."""
-        ids, positions, slots, spans, rows = [], [], [], [], []
-        size, device = self.blocks.block_size, self.storage.kv.device
-        for seq, start, tokens in parts:
+    def _run(self, parts: Parts) -> Tensor:
+        """One forward pass; logits [S, V] of the last token of each part, on a GPU valid until the next one."""
+        rows, last = self._rows(parts)
+        if self._flies(parts):
+            assert self.graphs is not None
+            logits = self.graphs.launch(rows, self.blocks.tables).logits
+            return logits if len(last) == len(logits) else logits[torch.tensor(last, device=logits.device)]
+        size, device, T = self.blocks.block_size, self.storage.kv.device, len(rows.sequences)
+        spans = []
+        for (seq, start, tokens), end in zip(parts, last):
             stop = start + len(tokens)
             table = self.blocks.tables[seq.row, : self.blocks.blocks_for(stop)]
-            where = np.arange(start, stop)
-            spans.append(Span(len(ids), len(ids) + len(tokens), stop, table))
-            ids += tokens
-            positions.append(where)
-            slots.append(table[where // size].astype(np.int64) * size + where % size)
-            rows.append(len(ids) - 1)
-        flat = np.concatenate(
-            [np.array(ids, dtype=np.int64), *positions, *slots, np.array(rows, dtype=np.int64)]
+            spans.append(Span(end + 1 - len(tokens), end + 1, stop, table))
+        assert rows.token_ids is not None
+        flat = torch.cat(
+            [rows.token_ids, *map(torch.from_numpy, (rows.positions, rows.slots)), torch.tensor(last)]
         )
-        T = len(ids)
-        ids_T, positions_T, slots_T, rows_S = torch.from_numpy(flat).to(device).split([T, T, T, len(rows)])
+        ids_T, positions_T, slots_T, rows_S = flat.to(device).split([T, T, T, len(last)])
         plans = {
             w: ops.plan_attention(spans, size, w, device, self.model.invariant) for w in set(self.windows)
         }

@@ -1,5 +1,6 @@
 """Who proposes, under which options: an n-gram lookup, a draft model, or the model itself with fewer experts."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import torch
@@ -56,6 +57,7 @@ class Proposer:
                 storage = KVStorage(drafting.config, *shape)
             budget = config.max_num_batched_tokens
             self.drafter = ModelDrafter(drafting, storage, blocks, own=own, max_tokens=budget)
+            self.drafter.capture(config, options.num_speculative_tokens)
         self.q: dict[Sequence, list[Tensor]] = {}
         self.chances: dict[Sequence, list[float]] = {}
         self._found: dict[Sequence, list[int]] = {}
@@ -78,7 +80,7 @@ class Proposer:
             for seq, count in counts.items():
                 seq.draft_token_ids = self._found[seq][:count]
         else:
-            self.drafter.draft(counts, self._choose)
+            self.drafter.draft(counts, self._choose, drawn=self._drawn(counts))
         if self.trace.on:
             src = f"{__name__}:Proposer.propose#what-the-draft-would-say"
             for seq in counts:
@@ -98,6 +100,11 @@ class Proposer:
         """So many drafts of `seq` stay; the last one proposed has not been run by the draft."""
         if self.drafter is not None:
             self.drafter.mark(seq, seq.num_tokens + min(accepted, len(seq.draft_token_ids) - 1))
+
+    def _drawn(self, seqs: Iterable[Sequence]) -> bool:
+        """Whether drafts are what a captured graph draws: without edits, and with the noise of plain decoding."""
+        params = [seq.request.params for seq in seqs]
+        return not self.trace.on and all(p.plain and (p.greedy or self.coupled) for p in params)
 
     @torch.inference_mode()
     def _choose(self, seqs: list[Sequence], logits_SV: Tensor) -> list[int]:

@@ -36,7 +36,7 @@ class Plain:
     def plan(self, running: Seq[Sequence]) -> None: ...
     def propose(self, chunks: Seq[Chunk]) -> None: ...
     def settle(self, runs: list[Run], batch: Batch, logits_RV: Tensor | None) -> None: ...
-    def finish(self, chunks: Seq[Chunk], tokens: int) -> None: ...
+    def finish(self, chunks: Seq[Chunk], tokens: int, followed: bool) -> None: ...
     def undo(self) -> None: ...
     def rests(self, chunks: Seq[Chunk]) -> bool:
         return True
@@ -68,16 +68,19 @@ class Speculator:
         self.adaptive, self.most = options.adaptive, options.num_speculative_tokens
         metrics.drafts_at, metrics.accepted_at = [0] * self.most, [0] * self.most
         self.depth = Depth(self.most)
-        self._began: float | None = None  # when the step that can be timed began
+        self._began: float | None = None  # when the step began; None if that was behind the one before
+        self._finished: float | None = None  # when the one before was over
         self._verifying: float | None = None  # when its drafts were there
         self._proposed: list[Sequence] = []  # who got some in this step
         self._drafting = 0.0  # seconds that went into them
-        self._visited = 0
+        self._visited = self._counted = 0  # experts visited in so many steps
 
     # Before the forward pass
 
     def plan(self, running: Seq[Sequence]) -> None:
         """How many drafts each sequence may have in the coming step: sets num_drafts."""
+        if self._counted != self.routes.routed_steps:
+            self._count()
         self._began, self._drafting = self.clock(), 0.0
         self.proposer.look_up(running)
         decoding, able, limits, fixed = 0, [], [], 0
@@ -240,25 +243,30 @@ class Speculator:
         """The step broke off: so do its drafts."""
         for seq in self._proposed:
             seq.draft_token_ids = []
-        self._began = self._verifying = None
+        self._began = self._finished = self._verifying = None
 
-    def finish(self, chunks: Seq[Chunk], tokens: int) -> None:
-        """The step is over: its time and its experts teach what a step of so many tokens costs."""
-        visited = self.routes.visited()
-        experts, self._visited = visited - self._visited, visited
+    def finish(self, chunks: Seq[Chunk], tokens: int, followed: bool) -> None:
+        """The step is over: its time and its experts teach what a step of so many tokens costs. followed: the next one runs
+        already, without drafts; to count the experts of this one would be to wait for it."""
+        began, now = self._finished if self._began is None else self._began, self.clock()
+        experts = None if followed else self._count()
         if self._verifying is not None:
-            self.metrics.verify_experts += experts
-        if (
-            self.adaptive
-            and self._began is not None
-            and all(c.samples and c.start >= c.seq.num_prompt_tokens for c in chunks)
-        ):
-            seconds = self.clock() - self._began - self._drafting
-            self.depth.steps.observe(tokens, experts, seconds)
-        self._began = self._verifying = None
+            self.metrics.verify_experts += experts or 0
+        if self.adaptive and began is not None:
+            if all(c.samples and c.start >= c.seq.num_prompt_tokens for c in chunks):
+                self.depth.steps.observe(tokens, experts, now - began - self._drafting)
+            if followed:
+                self.depth.skip()
+        self._began, self._finished, self._verifying, self._drafting = None, now, None, 0.0
+
+    def _count(self) -> int | None:
+        """Distinct experts, summed over layers, of the last step; None if more than one has gone by uncounted."""
+        before, steps = self._visited, self._counted
+        self._visited, self._counted = self.routes.visited(), self.routes.routed_steps
+        return self._visited - before if self._counted == steps + 1 else None
 
     def rests(self, chunks: Seq[Chunk]) -> bool:
         """Whether the step behind these chunks may start before their tokens are known: it will have no drafts."""
         if not any(self._limit(c.seq) for c in chunks):
             return True
-        return self.depth.resting and not any(self._is_fixed(c.seq) for c in chunks) and self.depth.skip()
+        return self.depth.rests(len(chunks)) and not any(self._is_fixed(c.seq) for c in chunks)

@@ -1,0 +1,76 @@
+"""A stand-in for captured graphs on a CPU: replays, from the same fixed buffers filled by the same code, what a CUDA graph
+replays on a GPU, with garbage where a bucket has rows to spare. Everything but the capture itself is tried with it.
+"""
+
+from types import SimpleNamespace
+
+import torch
+
+from tinymoe import ops
+from tinymoe.engine.engine import Engine
+from tinymoe.engine.forward.graphs import DecodeGraphs, Graph
+from tinymoe.engine.forward.runner import PagedAttend
+from tinymoe.engine.spec.speculator import Speculator
+
+BUCKETS = (1, 2, 5, 24)
+
+
+class Replayed(DecodeGraphs):
+    """DecodeGraphs whose graphs are functions. owner: the Runner or ModelDrafter whose model runs."""
+
+    def __init__(self, owner, width: int, buckets: list[int], under_way: int = 2):
+        super().__init__(lambda *_: (torch.zeros(0), None), buckets, width, torch.device("cpu"), under_way)
+        self.owner, self.recorder = owner, getattr(owner, "recorder", None)
+        self.launched = self.followed = 0
+        config = owner.model.config
+        K = max((layer.moe.top_k for layer in config.layers if layer.moe), default=0)
+        L = sum(layer.moe is not None for layer in config.layers) if self.recorder is not None else 0
+        for bucket in buckets:
+            logits = torch.zeros(bucket, config.vocab_size)
+            drawn = torch.zeros(2, bucket, dtype=torch.float64)
+            ids_LTK = torch.zeros(L, bucket, K, dtype=torch.int64) if L else None
+            self.graphs[bucket] = Graph(
+                lambda bucket=bucket, out=(logits, drawn, ids_LTK): self._replay(bucket, *out),
+                logits, drawn, ids_LTK,
+            )  # fmt: skip
+
+    @torch.inference_mode()
+    def _replay(self, bucket, logits, drawn, ids_LTK):
+        x, owner, sink = self.inputs, self.owner, self.recorder
+        n = int(x.num_valid[0])
+        assert (x.slots[n:bucket] == -1).all()
+        assert (x.context_lens[n:bucket] == 0).all()
+        size = owner.storage.block_size
+        spans = [(i, i + 1, int(x.context_lens[i]), x.tables[i].numpy()) for i in range(n)]
+        spans = [(a, b, c, table[: -(-c // size)]) for a, b, c, table in spans]
+        plans = {window: ops.plan_attention(spans, size, window) for window in set(owner.windows)}
+        slots = x.slots[:n].long()
+        if sink is not None:
+            sink.begin(slots)
+        attend = PagedAttend(slots, plans, owner.storage, owner.windows)
+        logits.fill_(torch.nan)
+        logits[:n] = owner.model(x.token_ids[:n].long(), x.positions[:n].long(), attend, sink)
+        if ids_LTK is not None:
+            ids_LTK.fill_(-1)
+            ids_LTK[:, :n] = sink.stacked()
+        ids, best = ops.sample(logits[:n], x.temperature[:n], x.seeds[:n], x.next_positions[:n].long())
+        drawn.fill_(torch.nan)
+        drawn[:, :n] = torch.stack((ids.double(), best.double()))
+
+    def launch(self, rows, tables):
+        self.launched += 1
+        self.followed += rows.token_ids is None
+        return super().launch(rows, tables)
+
+    def _mark(self):
+        return SimpleNamespace(synchronize=lambda: None)
+
+
+def with_graphs(one: Engine, buckets=BUCKETS) -> Engine:
+    """Give an engine, and its draft model, graphs that are replayed here."""
+    width = one.blocks.tables.shape[1]
+    one.runner.graphs = Replayed(one.runner, width, list(buckets))
+    if isinstance(one.spec, Speculator) and one.spec.proposer.drafter is not None:
+        drafter = one.spec.proposer.drafter
+        drafter.graphs = Replayed(drafter, width, list(buckets), one.spec.most)
+    return one
