@@ -70,6 +70,8 @@ def _kernels(monkeypatch):
 class Interpreted(DecodeGraphs):
     """Replays by running again, over the same fixed buffers."""
 
+    routed = True
+
     def capture(self, windows, max_context, invariant):
         for bucket in self.buckets:
             plans = {
@@ -88,13 +90,16 @@ class Interpreted(DecodeGraphs):
                     out[1].copy_(drawn)
                     self.graphs[bucket] = self.graphs[bucket]._replace(ids_LTK=ids_LTK)
 
-            self.graphs[bucket] = Graph(replay, out[0], out[1], torch.zeros(1, bucket, 2, dtype=torch.int32))
+            routed = torch.zeros(1, bucket, 2, dtype=torch.int32) if self.routed else None
+            self.graphs[bucket] = Graph(replay, out[0], out[1], routed)
         self.replayed = 0
 
     def launch(self, rows, tables):
         self.replayed += 1
         flight = super().launch(rows, tables)
         n = len(rows.sequences)
+        if not self.routed:
+            return flight
         graph = self.graphs[self.bucket_for(n)]
         assert (graph.ids_LTK[:, n:] == -1).all()  # rows of nobody visit nobody
         return flight._replace(ids_LTK=graph.ids_LTK[:, :n])
@@ -146,3 +151,29 @@ def test_tokens_are_those_of_the_plain_loop(name, graphs, options):
     assert not graphs or one.runner.graphs.replayed >= NEW - 1
     load = one.routes.load[[i for i, layer in enumerate(model.config.layers) if layer.moe]]
     assert (load.sum(axis=1) == 2 * one.metrics.computed_tokens).all()  # padded rows are counted nowhere
+
+
+def test_drafts_are_verified_row_by_row():
+    """The model is its own draft, so that every draft stays: rows of one sequence see one another's keys."""
+    model = decoder("moe")
+    wanted = [judge(model, prompt)[0] for prompt in PROMPTS]
+    guess = {"method": "draft_model", "model": "itself", "num_speculative_tokens": 2, "adaptive": False}
+    config = EngineConfig(
+        max_num_seqs=4, max_model_len=16, block_size=4, num_blocks=24, speculative_config=guess
+    )
+    one = Engine(model, config, draft=model)
+    drafter = one.spec.proposer.drafter
+    for owner, routed in ((one.runner, True), (drafter, False)):
+        width = one.blocks.tables.shape[1]
+        graphs = owner.graphs = Interpreted(owner._decode, [1, 4, 12], width, torch.device("cpu"))
+        graphs.routed = routed
+        graphs.capture(set(owner.windows), 16, False)
+    for i, prompt in enumerate(PROMPTS):
+        one.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=NEW))
+    out = {}
+    while one.has_unfinished_requests():
+        out |= {o.request_id: o for o in one.step()}
+    assert [out[str(i)].outputs[0].token_ids for i in range(3)] == wanted
+    assert one.metrics.accepted_tokens == one.metrics.draft_tokens > 0
+    assert one.runner.graphs.replayed > 0
+    assert drafter.graphs.replayed > 0
