@@ -348,3 +348,5 @@ def test_command_of_a_distilled_run_names_its_target():
     assert train_command(run) == (
         "tinymoe train --model draft --corpus DIR --out DIR --target tinymoe/zoo/quintet-moe"
     )
+    run |= {"written": {"share": 0.5, "sequences": 7}, "config": {**config, "temperature": 0.6}}
+    assert train_command(run).endswith("quintet-moe --temperature 0.6 --written 0.5 --sequences 7")

@@ -286,12 +286,20 @@ def test_acceptance_and_distillation_against_loops():
     assert accepted.item() == pytest.approx(np.mean(kept), rel=1e-5)
     assert loss.item() == pytest.approx(0.75 * kl + 0.25 * (1 - np.mean(kept)), rel=1e-4)
     assert distillation(target, target, torch.tensor(0.5))[0].item() == pytest.approx(0.0, abs=1e-6)
+    cool = distillation(target, draft, torch.tensor(0.25), temperature=0.5)
+    assert cool[1].item() == pytest.approx(acceptance(2 * target, 2 * draft).mean().item(), rel=1e-5)
+    assert cool[0].item() == pytest.approx(
+        distillation(2 * target, 2 * draft, torch.tensor(0.25))[0].item(), rel=1e-5
+    )
 
 
-def test_distillation_raises_acceptance():
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_distillation_raises_acceptance(temperature):
     target = trainer(steps=25, lr=3e-2)
     target.run(nothing)
-    run = trainer(steps=30, config=DENSE, lr=3e-2, teacher=target.model.requires_grad_(False))
+    teacher = target.model.requires_grad_(False)
+    run = trainer(steps=30, config=DENSE, lr=3e-2, teacher=teacher, temperature=temperature)
+    assert run.objective.temperature == temperature
     run.run(nothing)
     assert run.history[-1]["acceptance"] > run.history[0]["acceptance"] + 0.5
 
@@ -377,6 +385,12 @@ def trained_folders(tmp_path_factory):
         "--steps",
         "4",
         "--no-eval",
+        "--written",
+        ".5",
+        "--sequences",
+        "3",
+        "--temperature",
+        "0.7",
     )
     command(
         "--model",
@@ -423,6 +437,34 @@ def test_report_records_the_run(trained_folders):
     assert report["config"]["balance"]["mode"] == "bias"
     assert report["compiled"] is False
     assert datetime.fromisoformat(report["date"]) <= datetime.now(UTC)
+
+
+def test_report_tells_what_the_target_wrote(trained_folders):
+    draft, moe = (
+        json.loads((trained_folders / name / "train.json").read_text()) for name in ("draft", "moe")
+    )
+    assert draft["written"] == {"share": 0.5, "sequences": 3}
+    assert set(draft["epochs"]) == {"english", "sums", "written"}
+    assert draft["epochs"]["written"] == pytest.approx(4 * 32 / (3 * 33), abs=1e-3)  # one of two, four times
+    assert draft["weights"] == {"english": 0.8, "sums": 0.2}
+    assert draft["config"]["temperature"] == 0.7
+    assert moe["written"] is None
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (["--model", "moe", "--written", ".5"], "it belongs to --model draft"),
+        (["--model", "draft", "--target", "x", "--written", "1"], "--written is a share, 0 or more and less"),
+        (["--model", "draft", "--target", "x", "--sequences", "0"], "--sequences must be at least 1, got 0"),
+    ],
+)
+def test_options_of_written_text_are_checked(tmp_path, more, why):
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    args = parser.parse_args(["--corpus", str(tmp_path), "--out", str(tmp_path), "--steps", "1", *more])
+    with pytest.raises(ConfigError, match=why):
+        cli.run(args)
 
 
 def test_draft_needs_a_target(tmp_path):

@@ -29,9 +29,11 @@ from tinymoe.train.corpus import (
     encode_corpus,
     read_documents,
 )
+from tinymoe.train.corpus.written import WRITTEN, written
 from tinymoe.train.loop import STATE, TrainConfig, Trainer, use_grouped, write_json
 from tinymoe.train.optimizer import OptimizerConfig
 from tinymoe.train.tokenizer import (
+    END_OF_TEXT,
     load_tokenizer,
     sample_texts,
     save_tokenizer,
@@ -79,6 +81,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, help="length of the run in steps (with --minutes: whichever ends first)")
     add("--seed", type=int, default=0)
     add("--target", type=Path, metavar="DIR", help="for --model draft: the model it is distilled from")
+    add("--temperature", type=float, default=1.0, help="of target and draft in the loss of a distillation")
+    add(
+        "--written",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="share of the sequences that the target has written itself, from beginnings in the corpus",
+    )
+    add("--sequences", type=int, default=49_152, help="with --written: how many it writes")
     add(
         "--config",
         type=Path,
@@ -130,6 +141,12 @@ def run(args: argparse.Namespace) -> None:
         args.model != "draft" or args.target is not None,
         "--model draft needs --target, the model to distil from",
     )
+    require(0 <= args.written < 1, f"--written is a share, 0 or more and less than 1, got {args.written}")
+    require(
+        args.model == "draft" or not args.written,
+        "--written is text of the model to distil from: it belongs to --model draft",
+    )
+    require(args.sequences >= 1, f"--sequences must be at least 1, got {args.sequences}")
     template = json.loads(
         ((args.config or ZOO / f"quintet-{args.model}") / "config.json").read_text(encoding="utf-8")
     )
@@ -148,6 +165,7 @@ def run(args: argparse.Namespace) -> None:
         decay=args.decay,
         dtype=args.dtype or ("bfloat16" if device.type == "cuda" else "float32"),
         compile=args.compile,
+        temperature=args.temperature,
         save_minutes=args.save_minutes,
         optimizer=OptimizerConfig(name=args.optimizer, lr=args.lr, weight_decay=args.weight_decay),
         balance=BalanceConfig(
@@ -175,7 +193,17 @@ def run(args: argparse.Namespace) -> None:
         + str({d: end - first for d, (first, end) in corpus.spans.items()})
     )
     teacher = None if args.target is None else use_grouped(load_model(args.target, train.dtype, device))
-    sampler = Sampler(corpus, args.weights, args.batch, args.length, args.seed)
+    weights = args.weights
+    if teacher is not None and args.written:
+        rows_SL = written(
+            teacher, corpus, weights, sequences=args.sequences, length=args.length + 1,
+            end_of_text=tokenizer.encode(END_OF_TEXT, add_special_tokens=False).ids[0], seed=args.seed, cache=args.cache,
+        )  # fmt: skip
+        corpus = corpus.extended(WRITTEN, rows_SL)
+        scale = (1 - args.written) / sum(weights.values())
+        weights = {**{d: w * scale for d, w in weights.items()}, WRITTEN: args.written}
+        tqdm.write(f"{rows_SL.size:,} tokens written after {time.monotonic() - began:.0f} s")
+    sampler = Sampler(corpus, weights, args.batch, args.length, args.seed)
     trainer = Trainer(model_config_from_hf(template), train, sampler, device, teacher)
     state = args.state or args.out / "state"
     if args.resume and (state / STATE).is_file():
@@ -197,6 +225,7 @@ def run(args: argparse.Namespace) -> None:
             "tokens_seen": trainer.tokens_seen(),
             "epochs": {d: round(e, 3) for d, e in sampler.epochs().items()},
             "weights": args.weights,
+            "written": {"share": args.written, "sequences": args.sequences} if args.written else None,
             "seconds": round(time.monotonic() - began, 1),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "torch": torch.__version__,

@@ -36,6 +36,7 @@ class TrainConfig:
 
     batch x length tokens a step. warmup: steps of rising learning rate; then constant, then linear to zero over the
     last `decay` of the run (1.0: falling all along). save_minutes: time between saves. compile: torch.compile.
+    temperature: at which a target and its student are compared.
     """
 
     steps: int | None = None
@@ -49,6 +50,7 @@ class TrainConfig:
     compile: bool = False
     save_minutes: float = 1.5
     log_steps: int = 25
+    temperature: float = 1.0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
 
@@ -62,6 +64,7 @@ class TrainConfig:
             f"dtype must be 'float32' or 'bfloat16', got {self.dtype!r}",
         )
         require(0 < self.decay <= 1, f"decay must be in (0, 1], got {self.decay}")
+        require(self.temperature > 0, f"temperature must be above 0, got {self.temperature}")
 
     def lr_scale(self, step: int, progress: float) -> float:
         """Factor on the learning rate at `step`, when `progress` (0 to 1) of the run is over."""
@@ -107,7 +110,9 @@ class Trainer:
     ):
         self.plain_config, self.config, self.sampler, self.device = config, train, sampler, device
         self.model = trained_model(config, train, device)
-        self.objective = Objective(self.model, train.batch, train.length, train.balance, teacher, device)
+        self.objective = Objective(
+            self.model, train.batch, train.length, train.balance, teacher, device, train.temperature
+        )
         self.forward: Callable[..., Any] = self.objective
         heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         self.optimizer = Optimizer(self.model.named_parameters(), heads, train.optimizer)

@@ -28,14 +28,18 @@ def acceptance(target_TV: Tensor, draft_TV: Tensor) -> Tensor:
     return torch.minimum(target_TV.float().softmax(-1), draft_TV.float().softmax(-1)).sum(-1)
 
 
-def distillation(target_TV: Tensor, draft_TV: Tensor, acceptance_share: Tensor) -> tuple[Tensor, Tensor]:
+def distillation(
+    target_TV: Tensor, draft_TV: Tensor, acceptance_share: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """(1 - a) · KL(target ‖ draft) + a · (1 - acceptance), means over positions; and the acceptance.
+
+    Both at `temperature`: the lower, the more it is the target's likeliest token that counts.
 
     KL pulls from far away; 1 - acceptance (total variation) is what speculative decoding pays for (Zhou et al. 2023,
     DistillSpec, arXiv 2310.08461), so `acceptance_share` a grows over the run.
     """
-    log_q_TV = draft_TV.log_softmax(-1)
-    log_p_TV = target_TV.log_softmax(-1)
+    log_q_TV = (draft_TV / temperature).log_softmax(-1)
+    log_p_TV = (target_TV / temperature).log_softmax(-1)
     p_TV = log_p_TV.exp()
     kl = (p_TV * (log_p_TV - log_q_TV)).sum(-1).mean()
     accepted = torch.minimum(p_TV, log_q_TV.exp()).sum(-1).mean()
@@ -46,7 +50,7 @@ class Objective(nn.Module):
     """Losses of a batch of sequences tokens [S, length + 1] int64; S and length are fixed, so it can be compiled.
 
     With `teacher` (a Decoder with the same vocabulary) the loss is distillation and the data's own next tokens are
-    not used as labels.
+    not used as labels. temperature: of both, in that loss.
     """
 
     def __init__(
@@ -57,9 +61,10 @@ class Objective(nn.Module):
         balance: BalanceConfig,
         teacher: Decoder | None,
         device: torch.device,
+        temperature: float = 1.0,
     ):
         super().__init__()
-        self.model, self.balance = model, balance
+        self.model, self.balance, self.temperature = model, balance, temperature
         self.teacher = None if teacher is None else teacher.requires_grad_(False)
         self.attend = CausalAttend(batch, length)
         positions = torch.arange(length, device=device).repeat(batch)
@@ -75,7 +80,7 @@ class Objective(nn.Module):
         else:
             with torch.no_grad():
                 target_TV = self.teacher(inputs_T, self.positions_T, self.attend)
-            main, accepted = distillation(target_TV, logits_TV, acceptance_share)
+            main, accepted = distillation(target_TV, logits_TV, acceptance_share, self.temperature)
         counts = torch.stack(sink.counts) if sink.counts else labels_T.new_zeros((0, 0))
         # Adding a zero here would break compiling: the compiler drops the sum, so that total and the detached main
         # become one tensor, and that one has no gradient.

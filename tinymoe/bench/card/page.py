@@ -160,6 +160,12 @@ def training(card: dict[str, Any]) -> str:
         f"{domain} {weight:g} ({t['epochs'][domain]:.1f} times)" for domain, weight in t["weights"].items()
     )
     text += f"Weights of the domains, and how often each one's text was seen: {seen}.\n"
+    if "written" in t:
+        w = t["written"]
+        text += (
+            f"\nOf the sequences, {w['share']:.0%} are the target's own writing, from beginnings in that text: "
+            f"{number(w['sequences'])} of {t['length']} tokens, each seen {t['epochs']['written']:.1f} times; the domains share the rest.\n"
+        )
     if t["trials"]:
         domains = list(t["trials"][0]["bits_per_byte"])
         rows = [

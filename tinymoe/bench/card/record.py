@@ -51,6 +51,7 @@ def training(run: Mapping[str, Any], trials: list[Mapping[str, Any]]) -> dict[st
         "balance": config["balance"] if run["model"] == "moe" else None,
         "weights": run["weights"],
         "epochs": run["epochs"],
+        **({"written": run["written"]} if run.get("written") else {}),
         "loss": "distillation, nats per token"
         if run["model"] == "draft"
         else "cross-entropy, nats per token",
@@ -85,7 +86,10 @@ def train_command(run: Mapping[str, Any]) -> str:
         **{k: optimizer[k] for k in ("lr", "weight_decay")},
         "balance": balance["mode"],
         **{k: balance[k] for k in ("aux_weight", "z_weight", "bias_rate")},
+        "temperature": config.get("temperature", 1.0),
     }
+    if run.get("written"):
+        options |= {"written": run["written"]["share"], "sequences": run["written"]["sequences"]}
     words = ["tinymoe", "train", "--model", run["model"], "--corpus", "DIR", "--out", "DIR"]
     words += ["--target", "tinymoe/zoo/quintet-moe"] if run["model"] == "draft" else []
     words += ["--compile"] if config["compile"] else []

@@ -161,6 +161,16 @@ class Corpus:
             streams[SUMS], openings[SUMS] = sums.encode_text(tokenizer, sums.training_text(rng, problems))
         return cls.build({d: streams[d] for d in domains}, openings)
 
+    def extended(self, domain: str, rows_SL: np.ndarray) -> "Corpus":
+        """One more domain, of sequences [S, length + 1] that are dealt as they are: one opening each."""
+        stream = np.ascontiguousarray(rows_SL, np.uint16).reshape(-1)
+        first = len(self.tokens)
+        return Corpus(
+            np.concatenate((self.tokens, stream)),
+            {**self.spans, domain: (first, first + len(stream))},
+            {**self.openings, domain: np.arange(0, len(stream), rows_SL.shape[1])},
+        )
+
 
 class Sampler:
     """Deals batches of sequence starts; every sequence lies inside one domain.
