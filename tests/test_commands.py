@@ -106,6 +106,83 @@ def test_the_demo_says_when_its_pages_were_drawn(capsys):
     assert json.loads(out.splitlines()[-1])["requests"] == 7
 
 
+def demo(capsys, *words):
+    """(what is drawn, in one line, the last line's facts)."""
+    assert main(["demo", "--max-tokens", "20", *words]) == 0
+    *drawn, last = capsys.readouterr().out.splitlines()
+    return " ".join(" ".join(drawn).split()), json.loads(last)
+
+
+def test_the_demo_says_what_speculation_saved(capsys):
+    guessed, facts = demo(capsys)
+    plain, without = demo(capsys, "--no-speculation")
+    answers = [text.split("Page table")[0] for text in (guessed, plain)]
+    assert answers[0] == answers[1]
+    assert "Speculation" not in plain
+    assert (without["draft_tokens"], without["verify_steps"]) == (0, 0)
+    assert facts["draft_tokens"] >= facts["verify_steps"] > 0
+    assert (
+        f"Speculation by looking up, at most 4 tokens ahead: {facts['draft_tokens']} drafted, "
+        f"{facts['accepted_tokens']} accepted, in {facts['verify_steps']} of {facts['steps']} steps, as many as seemed to pay."
+    ) in guessed
+    assert "the texts are those of --no-speculation." in guessed
+
+
+def test_the_demo_with_a_draft_model_takes_fewer_steps(capsys):
+    config = {
+        "method": "draft_model",
+        "model": "quintet-draft",
+        "num_speculative_tokens": 2,
+        "adaptive": False,
+    }
+    _, without = demo(capsys, "--no-speculation")
+    for acceptance, words in (("coupled", "are those"), ("exact", "are distributed as those")):
+        said, facts = demo(capsys, "--speculative-config", json.dumps(config | {"acceptance": acceptance}))
+        assert facts["steps"] < without["steps"] == 20 + 1
+        assert (
+            f"Speculation by quintet-draft, at most 2 tokens ahead: {facts['draft_tokens']} drafted" in said
+        )
+        assert f"the texts {words} of --no-speculation." in said
+        assert "seemed to pay" not in said
+        assert f"which saved {facts['accepted_tokens']} passes" in said
+
+
+def test_speculation_for_one_prompt(capsys):
+    words = ["generate", "3+4=7\n3+4=", "--num-blocks", "16", "--temperature", "0", "--max-tokens", "12"]
+    assert main(words) == 0
+    plain = capsys.readouterr().out
+    assert main([*words, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']) == 0
+    assert capsys.readouterr().out == plain
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "said"),
+    [
+        ("ngram", 2, "a JSON object is wanted, got 'ngram'"),
+        ("[]", 2, "a JSON object is wanted, got '[]'"),
+        ('{"method": "ngram"}', 1, "speculative_config needs num_speculative_tokens"),
+        ('{"method": "luck", "num_speculative_tokens": 2}', 1, "method must be"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "chat", "demo"])
+def test_speculation_that_is_refused(capsys, monkeypatch, command, text, status, said):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    words = [command, *DRAFT, "--speculative-config", text]
+    if status == 2:
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 2
+    else:
+        assert main(words) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_the_demo_cannot_speculate_and_not(capsys):
+    words = ["--no-speculation", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}']
+    assert main(["demo", *words]) == 1
+    assert "contradict each other: give one of them" in one_line(capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(
     ("words", "bytes_a_number"),
     [([], 4 if not torch.cuda.is_available() else 2), (["--dtype", "bfloat16"], 2), (["--device", "cpu"], 4)],

@@ -1,6 +1,7 @@
 """Options that several commands share: which model, how big an engine, how to sample."""
 
 import argparse
+import json
 import re
 from typing import Any
 
@@ -37,6 +38,17 @@ def device(argument: str) -> str:
     return argument
 
 
+def json_object(argument: str) -> dict[str, Any]:
+    """An argparse type: a JSON object."""
+    try:
+        value = json.loads(argument)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"a JSON object is wanted, got {argument!r} ({error})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"a JSON object is wanted, got {argument!r}")
+    return value
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(bundled_models())
     parser.add_argument("--model", default="quintet-moe", help=f"local folder or bundled model ({names})")
@@ -47,6 +59,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     for name, words in ENGINE.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=None, metavar="N", help=words)
+    parser.add_argument(
+        "--speculative-config",
+        type=json_object,
+        default=None,
+        metavar="JSON",
+        help='speculative decoding, as in {"method": "ngram", "num_speculative_tokens": 4} '
+        "(default: none; the options of SpeculativeConfig)",
+    )
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
@@ -65,7 +85,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> 
 
 def make_llm(arguments: argparse.Namespace, **options: Any) -> LLM:
     """The LLM that the arguments ask for."""
-    given = {name: getattr(arguments, name) for name in ENGINE if getattr(arguments, name) is not None}
+    names = (*ENGINE, "speculative_config")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     return LLM(arguments.model, dtype=arguments.dtype, device=arguments.device, **{**given, **options})
 
 
