@@ -51,10 +51,21 @@ def test_everything_is_counted_as_without_graphs(how):
         "draft_tokens",
         "accepted_tokens",
         "verify_steps",
-        "verify_experts",
         "computed_tokens",
     ):
         assert getattr(one.metrics, key) == getattr(eager.metrics, key), key
+    assert one.get_metrics()["verify_experts"] == eager.get_metrics()["verify_experts"] > 0
+
+
+def test_experts_of_verify_steps_are_those_of_their_route_events():
+    one = guessing("moe", "itself")
+    with one.trace.record() as events:
+        add_all(one, "moe")
+        finish(one)
+    verified = {e.step for e in events if e.kind == "verify"}
+    visits = {(e.step, e.layer, x) for e in events if e.kind == "route" for x in e.experts}
+    assert one.get_metrics()["verify_experts"] == sum(step in verified for step, _, _ in visits) > 0
+    assert any(step not in verified for step, _, _ in visits)
 
 
 @pytest.mark.parametrize("how", ["draft", "fewer"])

@@ -46,8 +46,8 @@ class EngineMetrics:
     """Totals since the engine started.
 
     draft_tokens were proposed, accepted_tokens of them kept. verify_steps checked drafts, for verifications sequences,
-    which got verified_tokens tokens and visited verify_experts distinct experts (summed over layers and steps) in
-    verify_seconds (forward and sampling). drafts_at[i] and accepted_at[i] count the drafts at place i.
+    which got verified_tokens tokens in verify_seconds (forward and sampling). drafts_at[i] and accepted_at[i] count the
+    drafts at place i.
     """
 
     steps: int = 0
@@ -72,7 +72,6 @@ class EngineMetrics:
     verify_steps: int = 0
     verifications: int = 0
     verified_tokens: int = 0
-    verify_experts: int = 0
     verify_seconds: float = 0.0
     drafts_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)

@@ -104,20 +104,22 @@ def totals(metrics: EngineMetrics, pool: BlockPool, routes: RouteRecorder) -> di
     """Everything the engine counts, as plain numbers and lists.
 
     The fields of EngineMetrics, and: acceptance_rate (accepted per drafted token), acceptance_at (the same for each place
-    of a draft), tokens_per_verify, experts_per_verify (distinct ones of a verify step, all layers together); tokens_per_s (generated, over the time spent in steps), blocks_used, blocks_cached,
+    of a draft), tokens_per_verify, verify_experts (distinct ones, summed over verify steps and layers), experts_per_verify
+    (the same for one such step); tokens_per_s (generated, over the time spent in steps), blocks_used, blocks_cached,
     blocks_total; expert_load [L][E] tokens per expert (empty rows in dense layers), expert_max_over_mean per MoE layer,
     distinct_experts_per_step [L].
     """
     counts = {f.name: getattr(metrics, f.name) for f in fields(metrics) if not f.name.startswith("_")}
     counts["drafts_at"], counts["accepted_at"] = list(metrics.drafts_at), list(metrics.accepted_at)
     seconds = sum(counts[f"{lap}_seconds"] for lap in ("schedule", "draft", "forward", "sample", "commit"))
-    steps = max(1, routes.routed_steps)
+    steps, verify_experts = max(1, routes.routed_steps), routes.visited(verifying=True)
     return {
         **counts,
         "acceptance_rate": metrics.accepted_tokens / max(1, metrics.draft_tokens),
         "acceptance_at": [a / max(1, n) for a, n in zip(metrics.accepted_at, metrics.drafts_at)],
         "tokens_per_verify": metrics.verified_tokens / max(1, metrics.verifications),
-        "experts_per_verify": metrics.verify_experts / max(1, metrics.verify_steps),
+        "verify_experts": verify_experts,
+        "experts_per_verify": verify_experts / max(1, metrics.verify_steps),
         "tokens_per_s": metrics.generation_tokens / seconds if seconds else 0.0,
         "blocks_used": pool.num_blocks - pool.num_free,
         "blocks_cached": pool.num_cached,

@@ -30,13 +30,20 @@ class RouteRecorder:
         self._layers = [i for i, layer in enumerate(config.layers) if layer.moe]
         device = storage.kv.device
         self._load = torch.zeros(len(self._layers), E, dtype=torch.int64, device=device)
-        self._distinct = torch.zeros(len(self._layers), dtype=torch.int64, device=device)
+        # Of steps without drafts, and of steps that verify some.
+        self._distinct = torch.zeros(2, len(self._layers), dtype=torch.int64, device=device)
         self._shape = (L, E)
         self.routed_steps = 0
+        self.verifying = False  # whether the step that runs verifies drafts
         self._batch: Batch | None = None
         self._slots = torch.zeros(0, dtype=torch.int64)
         self._ids: dict[int, Tensor] = {}  # layer -> expert ids [T, K] of the step that runs
         self._ids_LTK: Tensor | None = None  # the same of a step that a captured graph runs
+
+    @property
+    def waits(self) -> bool:
+        """Whether reading a counter waits for a GPU."""
+        return self._load.is_cuda
 
     @property
     def load(self) -> np.ndarray:
@@ -49,12 +56,13 @@ class RouteRecorder:
     def distinct(self) -> np.ndarray:
         """int64 [L]: experts visited, summed over steps."""
         distinct = np.zeros(self._shape[0], dtype=np.int64)
-        distinct[self._layers] = self._distinct.cpu().numpy()
+        distinct[self._layers] = self._distinct.sum(0).cpu().numpy()
         return distinct
 
-    def visited(self) -> int:
-        """Experts visited, summed over layers and steps. On a GPU this waits for the steps before."""
-        return int(self._distinct.sum())
+    def visited(self, verifying: bool = False) -> int:
+        """Experts visited, summed over layers and steps, or steps that verified drafts. On a GPU this waits for the steps
+        before."""
+        return int((self._distinct[1] if verifying else self._distinct).sum())
 
     def begin(self, slots_T: Tensor, batch: Batch | None = None) -> None:
         """A forward pass starts; what an earlier one left that did not come to `settle` is forgotten. Events need the
@@ -78,7 +86,7 @@ class RouteRecorder:
         """The step counts."""
         ids_LTK = self.stacked() if self._ids_LTK is None else self._ids_LTK
         if ids_LTK is not None:
-            ops.count_routes(ids_LTK, self._load, self._distinct)
+            ops.count_routes(ids_LTK, self._load, self._distinct[int(self.verifying)])
         self.routed_steps += 1
 
     def route(self, layer: int, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Speculation with acceptance by decree, for models whose weights are random and would accept nothing: every row is marked
 synthetic.
 
-Drafts are random tokens, which cost nothing, or a stated share of a plain step for each place of the draft; or what a dense
-model with random weights says, which is run like any draft model. The target verifies them in earnest, with all experts that they route to, and samples behind each; then a seeded coin, not the target,
+Drafts are random tokens, which cost nothing, or a stated share of a plain step for each place of the draft; or those in
+place of what a dense model with random weights says, which is run like any draft model. The target verifies them in earnest, with all experts that they route to, and samples behind each; then a seeded coin, not the target,
 says how many stay. So times are those of real verification, and what the text would have been is not asked. Random tokens
 through random routers visit about as many distinct experts as independent choices would; tokens of a text visit fewer.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tinymoe.core.config import EngineConfig
-from tinymoe.core.sequence import Sequence
+from tinymoe.core.sequence import Chunk, Sequence
 from tinymoe.engine.engine import Engine
 from tinymoe.engine.sampling import Sampled
 from tinymoe.engine.sampling.draws import Draw
@@ -55,6 +55,15 @@ class CoinSpeculator(Speculator):
         self.drafts = drafts
         super().__init__(engine.config, drafts, engine.routes, engine.metrics, engine.max_model_len)
         self.rate, self.coins = rate, np.random.default_rng((seed, 1))
+        self.noise = np.random.default_rng((seed, 2))
+
+    def propose(self, chunks: Seq[Chunk]) -> None:
+        """What random weights say is one token again and again, which would visit few experts: any tokens take its place."""
+        super().propose(chunks)
+        if self._verifying is not None and self.drafts.drafter is not None:
+            vocab = self.drafts.drafter.model.config.vocab_size
+            for seq in self._proposed:
+                seq.draft_token_ids = self.noise.integers(0, vocab, len(seq.draft_token_ids)).tolist()
 
     @torch.inference_mode()
     def judge(self, draws: list[Draw], sampled: list[Sampled], logits_RV: Tensor | None) -> list[Run]:

@@ -50,13 +50,11 @@ def draws_of(batch: Batch) -> list[Draw]:
     draws = []
     for i, chunk in enumerate(batch.chunks):
         if chunk.samples:
-            seq, last = chunk.seq, batch.first_row[i + 1] - 1
+            seq, drafts = chunk.seq, len(chunk.seq.draft_token_ids)
+            first = batch.first_row[i + 1] - 1 - drafts
             indices = range(seq.request.params.n) if seq.forks else (seq.index,)
-            draws += [Draw(seq, index, last - len(seq.draft_token_ids)) for index in indices]
-            draws += [
-                Draw(seq, seq.index, last - len(seq.draft_token_ids) + i, i)
-                for i in range(1, len(seq.draft_token_ids) + 1)
-            ]
+            draws += [Draw(seq, index, first) for index in indices]
+            draws += [Draw(seq, seq.index, first + ahead, ahead) for ahead in range(1, drafts + 1)]
     return draws
 
 

@@ -16,6 +16,7 @@ GAIN = 1.03  # a change of depth must promise 3 % more tokens per second
 REST, LONGEST_REST = 24, 384  # steps between two looks at whether speculation would pay, while it does not
 FADE = 0.85  # weight of an examined draft against the next one: easy and hard stretches of a text take turns
 REFIT = 24  # times between two fits
+COUNTED = 8  # steps between two whose experts are counted, where that waits for a GPU
 
 
 class Acceptance:
@@ -128,7 +129,7 @@ class Depth:
         self._level = 0.0  # drafts per sequence, last time
         self._rest, self._rested = REST, 0
         self._rates: list[float] = []
-        self._turn = 0
+        self._turn = self._steps = 0
 
     def observe_draft(self, sequences: int, passes: int, seconds: float) -> None:
         """Drafting `passes` tokens for so many sequences took so long."""
@@ -184,6 +185,11 @@ class Depth:
             i = able[self._turn % len(able)]
             depths[i] = min(limits[i], max(1, self.most // 2))
         return depths
+
+    def counts_experts(self) -> bool:
+        """Whether to count the experts of the next step where that costs time: while all is new, then now and then."""
+        self._steps += 1
+        return bool(self._trials) or self._steps % COUNTED == 0
 
     def rests(self, n: int) -> bool:
         """Whether the next step will surely propose nothing, whatever the tokens of this one of n tokens are."""

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import numpy as np
@@ -72,15 +73,18 @@ class ModelDrafter:
         attend = PagedAttend(x.slots[:bucket], plans, self.storage, self.windows)
         return self.model(x.token_ids[:bucket], x.positions[:bucket], attend, None, None, x.num_valid), None
 
-    def computed(self, seq: Sequence) -> int:
-        """How many leading tokens of `seq` have KV here; the newest token never counts."""
+    def computed(self, seqs: Seq[Sequence]) -> list[int]:
+        """How many leading tokens of each sequence have KV here; the newest token never counts."""
+        newest = np.array([seq.num_tokens - 1 for seq in seqs])
         if not self.own:
-            return seq.num_tokens - 1
+            return newest.tolist()
         size = self.blocks.block_size
-        filled = self.blocks.drafted[self.blocks.tables[seq.row, : self.blocks.blocks_for(seq.num_tokens)]]
-        partial = np.flatnonzero(filled < size)
-        count = len(filled) * size if not len(partial) else int(partial[0]) * size + int(filled[partial[0]])
-        return min(count, seq.num_tokens - 1)
+        needed = newest // size + 1
+        tables = self.blocks.tables[[seq.row for seq in seqs], : needed.max()]
+        filled = np.where(np.arange(needed.max()) < needed[:, None], self.blocks.drafted[tables], 0)
+        whole = np.cumprod(filled == size, axis=1).sum(axis=1)
+        part = np.where(whole < needed, filled[np.arange(len(seqs)), np.minimum(whole, needed - 1)], 0)
+        return np.minimum(whole * size + part, newest).tolist()
 
     def mark(self, seq: Sequence, num_tokens: int) -> None:
         """The first num_tokens tokens of `seq`, all of them verified, have KV here."""
@@ -97,7 +101,7 @@ class ModelDrafter:
         [S, V]) picks one each; drawn: it would pick what a captured graph draws, so that nobody needs to look in between."""
         if not self.own:  # blocks that diverge in this step are read before the step itself copies them
             self.storage.copy_blocks(self.blocks.copies)
-        at = {seq: self.computed(seq) for seq in counts}
+        at = dict(zip(counts, self.computed(list(counts))))
         self.caught_up = sum(seq.num_tokens - 1 - at[seq] for seq in counts)
         self._catch_up(at)
         parts = [(seq, at[seq], seq.token_ids[at[seq] :]) for seq in counts]

@@ -13,9 +13,14 @@ def with_drafts(chunks: list[Chunk], budget: int, blocks: BlockManager) -> list[
     if not any(chunk.seq.num_drafts for chunk in chunks):
         return chunks
     budget -= sum(chunk.stop - chunk.start for chunk in chunks)
-    free, size = blocks.room(chunks), blocks.block_size
-    if free < 0:
-        return chunks
+    free, size = blocks.pool.num_free, blocks.block_size
+    # One more for each chunk that begins in the midst of a block, one for a copy of that.
+    if free < sum(
+        2 + blocks.blocks_for(c.stop - c.start) + blocks.blocks_for(c.seq.num_drafts) for c in chunks
+    ):
+        free = blocks.room(chunks)
+        if free < 0:
+            return chunks
     longer = []
     for chunk in chunks:
         seq, start, stop, samples = chunk

@@ -74,12 +74,14 @@ class Speculator:
         self._proposed: list[Sequence] = []  # who got some in this step
         self._drafting = 0.0  # seconds that went into them
         self._visited = self._counted = 0  # experts visited in so many steps
+        self._due = False  # whether those of this step are to be counted
 
     # Before the forward pass
 
     def plan(self, running: Seq[Sequence]) -> None:
         """How many drafts each sequence may have in the coming step: sets num_drafts."""
-        if self._counted != self.routes.routed_steps:
+        self._due = self.adaptive and (not self.routes.waits or self.depth.counts_experts())
+        if self._due and self._counted != self.routes.routed_steps:
             self._count()
         self._began, self._drafting = self.clock(), 0.0
         self.proposer.look_up(running)
@@ -124,7 +126,7 @@ class Speculator:
     def propose(self, chunks: Seq[Chunk]) -> None:
         """Fill in draft_token_ids of the sequences whose chunks have room for drafts."""
         counts = {c.seq: c.stop - c.seq.num_tokens for c in chunks if c.stop > c.seq.num_tokens}
-        self._verifying = None
+        self._verifying, self.routes.verifying = None, bool(counts)
         if not counts:
             return
         start, self._proposed = self.clock(), list(counts)
@@ -244,23 +246,24 @@ class Speculator:
         for seq in self._proposed:
             seq.draft_token_ids = []
         self._began = self._finished = self._verifying = None
+        self.routes.verifying = False
 
     def finish(self, chunks: Seq[Chunk], tokens: int, followed: bool) -> None:
         """The step is over: its time and its experts teach what a step of so many tokens costs. followed: the next one runs
         already, without drafts; to count the experts of this one would be to wait for it."""
         began, now = self._finished if self._began is None else self._began, self.clock()
-        experts = None if followed else self._count()
-        if self._verifying is not None:
-            self.metrics.verify_experts += experts or 0
         if self.adaptive and began is not None:
             if all(c.samples and c.start >= c.seq.num_prompt_tokens for c in chunks):
+                experts = self._count() if self._due and not followed else None
                 self.depth.steps.observe(tokens, experts, now - began - self._drafting)
             if followed:
                 self.depth.skip()
         self._began, self._finished, self._verifying, self._drafting = None, now, None, 0.0
+        self._due = self.routes.verifying = False
 
     def _count(self) -> int | None:
-        """Distinct experts, summed over layers, of the last step; None if more than one has gone by uncounted."""
+        """Distinct experts, summed over layers, of the last step; None if more than one has gone by uncounted. On a GPU this
+        waits."""
         before, steps = self._visited, self._counted
         self._visited, self._counted = self.routes.visited(), self.routes.routed_steps
         return self._visited - before if self._counted == steps + 1 else None
