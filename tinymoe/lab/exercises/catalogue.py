@@ -26,5 +26,6 @@ JUDGES: Mapping[str, Judge] = MappingProxyType(
         "12.1": scheduling.plan,
         "16.1": speculating.residual,
         "16.2": speculating.fits,
+        "17.1": speculating.best_depth,
     }
 )

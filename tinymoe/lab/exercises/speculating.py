@@ -1,4 +1,5 @@
-"""Exercises on speculative decoding: the residual distribution, and a test that finds rules which change the distribution."""
+"""Exercises on speculative decoding: the residual distribution, a test that finds rules which change the distribution, and how
+far ahead to guess."""
 
 import math
 import random
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinymoe.lab.exercises.judge import Verdict, agree, attempt
+from tinymoe.lab.exercises.judge import Verdict, agree, attempt, same, shown
 from tinymoe.lab.frames.view import tenths
 
 V = 4  # tokens of the vocabulary in 16.2
@@ -161,3 +162,74 @@ def _verify(
 def _draw(rng: np.random.Generator, rows: np.ndarray) -> np.ndarray:
     """One token of each row [n, V], by the inverse of the running sum."""
     return (rng.random((len(rows), 1)) >= rows.cumsum(1)[:, :-1]).sum(1)
+
+
+def best_depth(answer) -> Verdict:
+    """17.1: best_depth(alpha, a, b, c, d, U, most) -> how many drafts, 0..most, make most expected tokens a second."""
+    if not callable(answer):
+        return Verdict(False, f"write a function best_depth, got {type(answer).__name__}")
+    found = []
+    for alpha, a, b, c, d, visits, most in _situations():
+        speed = [_tokens(alpha, k) / (a + b * visits[k + 1] + c * (k + 1) + d * k) for k in range(most + 1)]
+        best = max(range(most + 1), key=lambda k: (round(speed[k], 9), -k))
+        case = (
+            f"alpha = {shown(alpha)}, a = {a}, b = {b}, c = {c}, d = {d}, U = {shown(visits)}, most = {most}"
+        )
+        got, failure = attempt(answer, alpha, a, b, c, d, visits, most)
+        if failure:
+            return Verdict(False, f"{case}: best_depth {failure}; it should be {best}")
+        if not same(got, best):
+            why = f"depth {best} makes {shown(speed[best])} tokens a unit of time"
+            if isinstance(got, int) and 0 <= got <= most:
+                why += f", depth {got} makes {shown(speed[got])}"
+            return Verdict(False, f"{case}: it should be {best}, got {shown(got)}: {why}")
+        found.append((best, most))
+    none, full = sum(best == 0 for best, _ in found), sum(best == most for best, most in found)
+    return Verdict(
+        True, f"{len(found)} situations agree: in {none} nothing is drafted, in {full} as much as may be"
+    )
+
+
+def _tokens(alpha: float, depth: int) -> float:
+    """Expected tokens of a verification, outcome by outcome: the first `kept` drafts stay and the next one goes, or all stay."""
+    lost = sum((kept + 1) * alpha**kept * (1 - alpha) for kept in range(depth))
+    return lost + (depth + 1) * alpha**depth
+
+
+def _situations(cases: int = 120) -> Iterator[tuple[float, int, int, int, int, list[float], int]]:
+    """alpha, a, b, c, d, U, most: easy ones and corners first. U[n] belongs to n tokens; U[0] is 0. Without near ties."""
+    flat, steep = [0.0, 1.0, 1.0, 1.0, 1.0], [0.0, 2.0, 4.0, 6.0, 8.0]
+    yield 0.8, 10, 0, 0, 0, flat, 3  # only starting costs: draft all
+    yield 0.5, 0, 1, 0, 0, steep, 3  # every token visits experts of its own: none
+    yield 0.0, 10, 1, 1, 0, flat, 3
+    yield 1.0, 10, 1, 1, 1, steep, 3
+    yield 0.9, 1, 0, 0, 40, flat, 3  # the draft costs more than the step
+    r = random.Random(17)
+    while cases:
+        experts, top_k = r.choice([(8, 2), (16, 2), (64, 8), (128, 8), (1, 1)])
+        most = r.randint(1, 6)
+        own = r.uniform(0.5, 1)  # tokens of a text visit fewer
+        visits = [
+            0.0,
+            *(
+                round(top_k + own * (experts - top_k) * (1 - (1 - top_k / experts) ** n), 1)
+                for n in range(most + 1)
+            ),
+        ]
+        alpha = round(r.choice([0.3, 0.6, 0.9]) + r.uniform(-0.1, 0.1), 2)
+        case = (
+            alpha,
+            r.randint(0, 60),
+            r.randint(1, 5),
+            r.randint(0, 6),
+            r.choice([0, 0, 2, 10]),
+            visits,
+            most,
+        )
+        speed = sorted(
+            _tokens(alpha, k) / (case[1] + case[2] * visits[k + 1] + case[3] * (k + 1) + case[4] * k)
+            for k in range(most + 1)
+        )
+        if speed[-1] > 1.002 * speed[-2]:
+            cases -= 1
+            yield case

@@ -112,7 +112,8 @@ def plotly_bundle(drawing: Drawing, frames: list[Frame], captions: list[str], at
 
 def _changing(trace: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
     """What differs between frames; the rest stands in the figure's data."""
-    always = {"heatmap": ("type", "z", "text"), "sankey": ("type", "node", "link")}[trace["type"]]
+    whole = {"heatmap": ("z", "text"), "sankey": ("node", "link"), "scatter": ("x", "y")}
+    always = ("type", *whole[trace["type"]])
     return {k: v for k, v in trace.items() if k in always or v != first[k]}
 
 
