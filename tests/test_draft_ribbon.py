@@ -179,7 +179,7 @@ def test_a_click_asks_about_one_token():
     w.children[1].selection = "token 4 0 11"
     assert [words for words, _ in w.controls.why] == [
         "The draft proposes token 62 for position 11 of A: to it, this has a chance of 25.0 %.",
-        "The model gives token 62 at position 11 of A a chance of 0.1 %, the draft 25.0 %: it goes, and so do all drafts behind it.",
+        "The model gives token 62 at position 11 of A a chance of 0.15 %, the draft 25.0 %: it goes, and so do all drafts behind it.",
         "A chooses token 70 for position 11.",
     ]
     assert "speculator.py:" in w.controls.why[0][1]
@@ -195,7 +195,7 @@ def test_how_many_stay_is_asked_before_it_is_told():
     f = quiz(RUN, 1, "stay")
     assert f["question"] == "how many of the next drafts stay?"
     assert (f["choices"], f["answer"]) == (["0", "1", "2", "3", "4"], 2)
-    assert f["because"].startswith("The model gives token 62 at position 11 of A a chance of 0.1 %")
+    assert f["because"].startswith("The model gives token 62 at position 11 of A a chance of 0.15 %")
     assert Predict(RUN, 11, "stay").frame["answer"] == 1
 
 

@@ -412,14 +412,14 @@ def test_ribbon_marks_each_token_and_looks_at_one(draw, events):
     marks = [c.inner_text()[0] for c in cells.all()]
     assert marks == ["•", "✓", "✗", "↻", "–", "✓", "+"]  # without any colour, and in the order of the text
     labels = [c.get_attribute("aria-label") for c in cells.all()]
-    assert labels[2] == 'step 4, A, position 10, " the": rejected; draft 25.0 %, model 0.2 %'
+    assert labels[2] == 'step 4, A, position 10, " the": rejected; draft 25.0 %, model 0.15 %'
     assert labels[3] == 'step 4, A, position 10, " a\\n": redrawn'
     look = page.locator(".look")
     assert look.inner_text().startswith('A, position 11, " <b>": accepted')  # of the last step, unasked
     cells.nth(2).hover()
     assert [x.strip() for x in look.inner_text().splitlines() if x.strip()] == [
-        'A, position 10, " the": rejected', "draft: q", "25.0 %", "model: p", "0.2 %",
-        "under rejection sampling it stays with chance min(1, p/q) = 0.6 %",
+        'A, position 10, " the": rejected (bars: 0 to 100 %)', "draft: q", "25.0 %", "model: p", "0.15 %",
+        "under rejection sampling it stays with chance min(1, p/q) = 0.60 %",
     ]  # fmt: skip
     widths = [
         b.evaluate("(e) => getComputedStyle(e).getPropertyValue('--full')") for b in look.locator("i").all()
@@ -437,6 +437,7 @@ def test_ribbon_marks_each_token_and_looks_at_one(draw, events):
         page.keyboard.press(key)
         assert page.evaluate("document.activeElement.ariaLabel") == labels[at], key
     cells.nth(4).focus()
+    assert "(bars: 0 to 0.01 %)" in look.inner_text()
     assert "not asked" in look.inner_text()
     page.keyboard.press("Enter")
     assert page.evaluate("model.get('selection')") == "token 4 0 11"

@@ -37,10 +37,10 @@ SETTINGS = {
 FOLDERS = ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")
 
 
-# A recording made by hand and two widgets over it, one of each renderer: our own module, and plotly.
+# A recording made by hand and three widgets over it, of both renderers: our own modules, and plotly.
 PROBE = """
 from tinymoe.core.trace import Trace
-from tinymoe.lab.widgets.gallery import ExpertLoad, PageTable
+from tinymoe.lab.widgets.gallery import DraftRibbon, ExpertLoad, PageTable
 
 trace = Trace()
 with trace.record() as events:
@@ -48,10 +48,19 @@ with trace.record() as events:
     for step in range(10):
         trace.step = step
         trace.emit("alloc", "", seq=0, index=step, block=step)
+        at, stays = 8 + 2 * step, step % 2
+        trace.emit("draft", "", seq=0, position=at, token=100 + step, q=400_000)
+        trace.emit("verify", "", seq=0, position=at, token=100 + step, p=300_000, q=400_000, accepted=stays)
+        for n in range(stays + 1):
+            trace.emit("sample", "", request=0, seq=0, position=at + n, token=100 * (stays - n + 1) + step)
         for layer in range(2):
             trace.emit("route", "", layer=layer, seq=0, position=step, experts=(step % 4, 5), gates=(600, 400), margin=9000)
 """
-SHOW = ["pages = PageTable(events, num_blocks=12)\npages", "load = ExpertLoad(events, experts=8)\nload"]
+SHOW = [
+    "pages = PageTable(events, num_blocks=12)\npages",
+    "load = ExpertLoad(events, experts=8)\nload",
+    "ribbon = DraftRibbon(events)\nribbon",
+]
 DEAD = "load.controls.unobserve_all()"
 
 

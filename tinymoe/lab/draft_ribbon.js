@@ -10,7 +10,7 @@ const letters = (n) => (n < 26 ? "" : letters(Math.floor(n / 26) - 1)) + String.
 const KINDS = { A: ["✓", "accepted"], R: ["✗", "rejected"], U: ["–", "not looked at"], P: ["?", "not judged yet"], C: ["■", "accepted, but behind the end"],
   N: ["↻", "redrawn"], B: ["+", "bonus"], S: ["•", "without drafts"] };
 const ENDS = ["stop", "length", "abort", "error"];
-const percent = (millionths) => (millionths >= 1000 || !millionths ? (Math.round(millionths / 1e3) / 10).toFixed(1) : (millionths / 1e4).toPrecision(2)) + " %";
+const percent = (millionths) => (millionths >= 1e4 || !millionths ? (Math.round(millionths / 1e3) / 10).toFixed(1) : (millionths / 1e4).toPrecision(2)) + " %";
 
 const STYLE = `
 .tm-drafts { --fg: var(--jp-content-font-color1, var(--pst-color-text-base, var(--vscode-editor-foreground, light-dark(#1b1b1b, #e8e8e8))));
@@ -34,6 +34,7 @@ const STYLE = `
 .tm-drafts [role=gridcell]:focus-visible { outline: 3px solid #56b4e9; outline-offset: 1px; }
 .tm-drafts .end { color: var(--dim); font-size: 12px; }
 .tm-drafts .look { border-top: 1px solid var(--line); margin-top: 6px; padding: 6px 3px 0; max-width: 640px; min-height: 84px; }
+.tm-drafts .look small { color: var(--dim); font-size: 12px; }
 .tm-drafts .look p { margin: 0 0 4px; white-space: pre-wrap; }
 .tm-drafts .look div { display: grid; grid-template-columns: 92px 1fr 70px; gap: 8px; align-items: center; margin: 2px 0; }
 .tm-drafts .look i { display: block; height: 13px; border: 1px solid var(--line); border-radius: 3px;
@@ -76,8 +77,9 @@ export default {
       const show = (where) => {
         const [e, title, q, p, code] = cells.get(where) ?? [];
         for (const [other] of cells.values()) other.setAttribute("aria-selected", other === e);
-        const bar = (kind, label, value) => h("div", { class: kind }, label, h("i", { style: `--full:${value / 1e4}%` }), h("output", {}, percent(value)));
-        look.replaceChildren(...(!e ? [] : [h("p", {}, title), ...(q < 0 ? [] : [bar("q", "draft: q", q)]), ...(p < 0 ? [] : [bar("p", "model: p", p)]),
+        const end = [1e6, 1e5, 1e4, 1e3, 100].findLast((x) => x >= Math.max(p, q)); // small chances would be no bars at all
+        const bar = (kind, label, value) => h("div", { class: kind }, label, h("i", { style: `--full:${(100 * value) / end}%` }), h("output", {}, percent(value)));
+        look.replaceChildren(...(!e ? [] : [h("p", {}, title, q < 0 ? "" : h("small", {}, ` (bars: 0 to ${end / 1e4} %)`)), ...(q < 0 ? [] : [bar("q", "draft: q", q)]), ...(p < 0 ? [] : [bar("p", "model: p", p)]),
           h("p", {}, q < 0 ? "The trace keeps no chances of tokens that were not drafted." : p < 0 ? "The model's opinion was not asked." : `under rejection sampling it stays with chance min(1, p/q) = ${q > p ? percent((1e6 * p) / q) : "100 %"}`)]));
       };
       const all = [...grid.querySelectorAll("[role=gridcell]")];

@@ -9,6 +9,12 @@ from typing import NamedTuple
 from tinymoe.core.trace import FINISH_REASONS, PATHS, WAIT_REASONS, Event, resolve
 from tinymoe.lab.frames.view import count, letters
 
+
+def _percent(millionths: int) -> str:
+    """One decimal; of less than 1 %, two digits that count."""
+    return f"{millionths / 1e4:.1f}" if millionths >= 10**4 else f"{millionths / 1e4:.2g}"
+
+
 _RULES: dict[str, Callable[[Event], str]] = {
     "arrive": lambda e: (
         f"{letters(e.seq)} joins the waiting line with {count(e.prompt_tokens, 'prompt token')}."
@@ -73,11 +79,11 @@ _RULES: dict[str, Callable[[Event], str]] = {
     "sample": lambda e: f"{letters(e.seq)} chooses token {e.token} for position {e.position}.",
     "draft": lambda e: (
         f"The draft proposes token {e.token} for position {e.position} of {letters(e.seq)}: to it, this has a chance of "
-        f"{e.q / 1e4:.1f} %."
+        f"{_percent(e.q)} %."
     ),
     "verify": lambda e: (
-        f"The model gives token {e.token} at position {e.position} of {letters(e.seq)} a chance of {e.p / 1e4:.1f} %, the draft "
-        f"{e.q / 1e4:.1f} %: it " + ("stays." if e.accepted else "goes, and so do all drafts behind it.")
+        f"The model gives token {e.token} at position {e.position} of {letters(e.seq)} a chance of {_percent(e.p)} %, the draft "
+        f"{_percent(e.q)} %: it " + ("stays." if e.accepted else "goes, and so do all drafts behind it.")
     ),
 }
 
