@@ -131,6 +131,21 @@ def test_rows_of_random_weights_and_their_twin():
     assert {r["same_as_plain"] for r in rows} == {None}
 
 
+@pytest.mark.parametrize("apart", [True, False])
+def test_random_tokens_visit_as_many_experts_as_independent_choices(tmp_path, apart):
+    """n tokens, k of E experts each: E (1 - (1 - k/E)^n) in expectation; without distinct embeddings far fewer."""
+    shape = {**SHAPE, "num_experts": 32, "num_experts_per_tok": 4, "hidden_size": 256}
+    one = load_model(synthetic.write_folder(shape, tmp_path), "auto", "cpu", "dummy")
+    if apart:
+        synthetic.tell_apart(one, seed=1)
+    engine = synthetic.guessing_engine(one, 4, False, num_blocks=200, max_model_len=400)
+    synthetic.set_coin(engine, 0.5, seed=3)
+    ids = np.random.default_rng(0).integers(0, 256, 64).tolist()
+    run = decode(Arm("coin", engine, 4), [ids], 60, 390)
+    visited, alone = run.experts / run.steps / 2, 32 * (1 - (1 - 4 / 32) ** 5)
+    assert visited > 0.85 * alone if apart else visited < 0.75 * alone
+
+
 def test_a_dense_draft_of_random_weights_is_really_run(monkeypatch):
     drafts, proposed = ModelDrafter.draft, []
 

@@ -82,7 +82,7 @@ def test_little_evidence_leaves_the_prior():
 def chooser(most=6, pass_seconds=0.0005, sizes=range(1, 70), cost=None):
     depth = Depth(most)
     depth.steps = taught(sizes=sizes) if cost is None else taught(cost, sizes)
-    depth._trials = []
+    depth._trials, depth._met = [], set(range(9))
     for _ in range(4):
         depth.observe_draft(1, 2, 2 * pass_seconds)
     return depth
@@ -128,6 +128,47 @@ def test_a_small_gain_changes_nothing():
     first = depth.choose([0.6], [6])
     for rate in (0.59, 0.61, 0.595, 0.605) * 4:
         assert depth.choose([rate], [6]) == first
+
+
+def test_a_new_number_of_requests_is_tried_once_unless_it_looks_hopeless():
+    depth = chooser(pass_seconds=0.0001)
+    depth._met = {1}
+    tried = [depth.choose([0.7] * 8, [6] * 8) for _ in range(6)]
+    assert tried == [[3] * 8, [0] * 8, [0] * 8, [6] * 8, [0] * 8, [0] * 8]
+    assert max(depth.choose([0.7] * 9, [6] * 9)) not in (0, 6)  # as many, by powers of two
+    hopeless = chooser(pass_seconds=0.1)
+    hopeless._met = {1}
+    assert hopeless.choose([0.7] * 8, [6] * 8) == [0] * 8
+
+
+def test_one_lucky_request_does_not_make_all_wait_for_a_deep_draft():
+    """A pass costs all the same for one as for all: 6 passes for the sake of one do not pay here, though its deep drafts
+    are likelier than the second ones of the others."""
+    depth = chooser(pass_seconds=0.001, cost=lambda n: 0.004 + 0.0001 * n)
+    depths = depth.choose([0.97] + [0.6] * 7, [6] * 8)
+
+    def speed(depths):
+        tokens = sum(r**i for r, d in zip([0.97] + [0.6] * 7, depths) for i in range(d + 1))
+        return tokens / (0.004 + 0.0001 * (8 + sum(depths)) + 0.001 * max(depths))
+
+    assert speed(depths) >= max(speed([min(k, 6)] + [j] * 7) for k in range(7) for j in range(k + 1)) / GAIN
+    assert max(depths) < 6
+
+
+def test_no_more_experts_are_predicted_than_there_are():
+    steps = CostModel(most_experts=40)
+    for n in (1, 2, 4, 8) * 4:
+        steps.observe(n, 4 * n, A + B * 4 * n)
+    assert steps.experts(np.array([8, 16, 1000])).tolist() == [32, 40, 40]
+
+
+def test_good_news_is_believed_at_once():
+    """One time below the line of all others was possible; one above it may be the clock's."""
+    for factor, least, most in ((0.5, 0.45, 0.6), (2.0, 1.1, 1.7)):
+        steps = taught()
+        steps.observe(12, visits(12), factor * (A + B * visits(12) + C * 12))
+        ratio = steps.seconds(np.array([12]))[0] / (A + B * visits(12) + C * 12)
+        assert least < ratio < most
 
 
 def test_while_it_rests_it_looks_up_ever_more_seldom():

@@ -46,6 +46,11 @@ class RouteRecorder:
         return self._load.is_cuda
 
     @property
+    def most_visits(self) -> int:
+        """Experts of all layers."""
+        return sum(layer.moe.num_experts for layer in self.config.layers if layer.moe)
+
+    @property
     def load(self) -> np.ndarray:
         """int64 [L, E]: visits of every expert since the start. On a GPU this waits for the steps before."""
         load = np.zeros(self._shape, dtype=np.int64)

@@ -160,7 +160,8 @@ def run_synthetic(a: argparse.Namespace, shapes: dict[str, dict[str, Any]]) -> l
                     draft = load_model(
                         synthetic.write_folder(small, folder / "draft"), "auto", device, "dummy"
                     )
-                rows += run_shape(label, load_model(folder, "auto", device, "dummy"), draft, a)
+                model = synthetic.tell_apart(load_model(folder, "auto", device, "dummy"), a.seed)
+                rows += run_shape(label, model, draft, a)
                 gc.collect()
                 if device.type == "cuda":
                     torch.cuda.empty_cache()

@@ -4,7 +4,8 @@ synthetic.
 Drafts are random tokens, which cost nothing, or a stated share of a plain step for each place of the draft; or those in
 place of what a dense model with random weights says, which is run like any draft model. The target verifies them in earnest, with all experts that they route to, and samples behind each; then a seeded coin, not the target,
 says how many stay. So times are those of real verification, and what the text would have been is not asked. Random tokens
-through random routers visit about as many distinct experts as independent choices would; tokens of a text visit fewer.
+through random routers visit about as many distinct experts as independent choices would (given `tell_apart`); tokens of a
+text visit fewer.
 """
 
 import json
@@ -87,6 +88,19 @@ def guessing_engine(
         guess = {"method": "draft_model", "model": "random weights", "acceptance": "coupled"}
     guess |= {"num_speculative_tokens": depth, "adaptive": adaptive}
     return Engine(model, EngineConfig(speculative_config=guess, **options), draft=draft)
+
+
+@torch.no_grad()
+def tell_apart(model: Decoder, seed: int) -> Decoder:
+    """Give every token an embedding of N(0, 1). Returns the model.
+
+    With weights of 0.02 an embedding is small beside what attention adds, which is nearly the same for all tokens of a
+    sequence: they would all be routed alike, and a verification would visit hardly more experts than one token.
+    """
+    weight = model.embed.weight
+    generator = torch.Generator(weight.device).manual_seed(seed)
+    weight.normal_(0, 1, generator=generator)
+    return model
 
 
 def set_coin(engine: Engine, rate: float, seed: int) -> None:

@@ -14,17 +14,21 @@ import numpy as np
 MEMORY = 8  # times remembered for each number of tokens; their lower quartile counts: a clock errs upwards
 GAIN = 1.03  # a change of depth must promise 3 % more tokens per second
 REST, LONGEST_REST = 24, 384  # steps between two looks at whether speculation would pay, while it does not
-FADE = 0.85  # weight of an examined draft against the next one: easy and hard stretches of a text take turns
+FADE = 0.93  # weight of an examined draft against the next one: easy and hard stretches of a text take turns
+WORTH_A_TRY = (
+    0.8  # of plain decoding's speed must be promised before a number of requests not met before is tried
+)
 REFIT = 24  # times between two fits
 COUNTED = 8  # steps between two whose experts are counted, where that waits for a GPU
 
 
 class Acceptance:
-    """How likely a draft is kept: a mean that forgets, drawn towards `prior` while there is little evidence."""
+    """How likely a draft is kept: a mean that forgets, drawn towards `prior` (a number, or what is known of all requests by
+    now) while there is little evidence."""
 
     __slots__ = ("fade", "kept", "prior", "seen", "weight")
 
-    def __init__(self, prior: float, weight: float = 2.0, fade: float = FADE):
+    def __init__(self, prior: "float | Acceptance", weight: float = 4.0, fade: float = FADE):
         self.prior, self.weight, self.fade = prior, weight, fade
         self.kept = self.seen = 0.0
 
@@ -36,13 +40,15 @@ class Acceptance:
 
     @property
     def rate(self) -> float:
-        return min(0.99, (self.kept + self.weight * self.prior) / (self.seen + self.weight))
+        prior = self.prior.rate if isinstance(self.prior, Acceptance) else self.prior
+        return min(0.99, (self.kept + self.weight * prior) / (self.seen + self.weight))
 
 
 class CostModel:
     """Seconds of a step of n tokens: a + b U(n) + c n with a, b, c >= 0, fitted to what has been measured."""
 
-    def __init__(self):
+    def __init__(self, most_experts: float = math.inf):
+        self.most_experts = most_experts  # of all layers together
         self._seconds: dict[int, deque[float]] = {}
         self._experts: dict[int, float] = {}
         self.a, self.b, self.c = 0.0, 0.0, 0.0
@@ -79,7 +85,9 @@ class CostModel:
         X, weight = np.stack([np.ones_like(self._n), self._u, self._n], 1), np.sqrt(count) / self._t
         w = _least_squares(X * weight[:, None], self._t * weight)
         self.a, self.b, self.c = w.tolist()
-        self._off = (self._t - X @ w) * count / (count + 2)  # little is believed of one time alone
+        off = self._t - X @ w
+        # Little is believed of one time that is too long, for a clock errs upwards; one that is short was possible.
+        self._off = np.where(off < 0, off, off * count / (count + 2))
 
     def experts(self, n: np.ndarray) -> np.ndarray:
         """U(n): measured, between measurements on a line, beyond them with the last slope in log n."""
@@ -87,7 +95,8 @@ class CostModel:
             return np.full(len(n), self._u[0] if len(self._u) else 0.0)
         x, known = np.log(n), np.log(self._n)
         slope = max(0.0, self._u[-1] - self._u[-2]) / (known[-1] - known[-2])
-        return np.interp(x, known, self._u) + slope * np.maximum(0, x - known[-1])
+        u = np.interp(x, known, self._u) + slope * np.maximum(0, x - known[-1])
+        return np.minimum(u, self.most_experts)
 
     def seconds(self, n: np.ndarray) -> np.ndarray:
         """Predicted, for numbers of tokens [M]. What has been measured is known better than the line through it tells."""
@@ -117,62 +126,93 @@ def _least_squares(X: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 class Depth:
-    """Chooses depths, step by step. most: num_speculative_tokens."""
+    """Chooses depths, step by step. most: num_speculative_tokens; most_experts: of all layers together."""
 
-    def __init__(self, most: int):
+    def __init__(self, most: int, most_experts: float = math.inf):
         self.most = most
-        self.steps = CostModel()
-        self.acceptance = Acceptance(0.7, fade=0.99)
-        self._passes: dict[int, deque[float]] = {}  # sequences in a draft's pass -> seconds of one pass
+        self.steps = CostModel(most_experts)
+        self.acceptance = Acceptance(0.7, weight=2.0, fade=0.99)  # of all requests
+        self._passes: dict[int, dict[int, deque[float]]] = {}  # sequences -> passes of a draft -> seconds
         # First, to have something to compare. Runs of 0: on a GPU a step that follows another at once is a cheaper one.
         self._trials = [most, 0, 0, 0, 1, most, 0, 0, max(1, most // 2), most, 0, 0]
-        self._level = 0.0  # drafts per sequence, last time
+        self._met: set[int] = set()  # numbers of sequences, by powers of two, that have been tried
+        self._level, self._deepest = 0.0, 0  # drafts per sequence, and passes, last time
         self._rest, self._rested = REST, 0
         self._rates: list[float] = []
         self._turn = self._steps = 0
 
     def observe_draft(self, sequences: int, passes: int, seconds: float) -> None:
         """Drafting `passes` tokens for so many sequences took so long."""
-        self._passes.setdefault(sequences, deque(maxlen=MEMORY)).append(seconds / passes)
+        known = self._passes.setdefault(sequences, {})
+        known.setdefault(passes, deque(maxlen=MEMORY)).append(seconds)
 
-    def pass_seconds(self, sequences: int) -> float:
-        """One more token for each of so many sequences: as measured for the nearest number of them."""
+    def draft_seconds(self, sequences: int, passes: np.ndarray) -> np.ndarray:
+        """Of so many passes [M] for so many sequences: as measured for the nearest number of them, between numbers of passes
+        on a line."""
         if not self._passes:
-            return 0.0
-        nearest = min(self._passes, key=lambda s: abs(math.log(s / sequences)))
-        return _low(self._passes[nearest])
+            return np.zeros(len(passes))
+        nearest = self._passes[min(self._passes, key=lambda s: abs(math.log(s / sequences)))]
+        known = [0, *sorted(nearest)]
+        times = [0.0, *(_low(nearest[k]) for k in known[1:])]
+        beyond = np.maximum(0, passes - known[-1]) * times[-1] / known[-1]
+        return np.interp(passes, known, times) + beyond
 
     def choose(self, rates: list[float], limits: list[int], others: int = 0) -> list[int]:
         """Depths for sequences with these acceptance rates, at most `limits`; `others` more decode in the step.
 
-        Drafts are added in the order of the chance that they are reached and kept, as long as the expected tokens per
-        second of the whole step grow.
+        For each number of passes that the draft may make, drafts are added in the order of the chance that they are reached
+        and kept; what promises the most expected tokens per second of the whole step is taken.
         """
-        if any(limits) and (self._trials or not len(self.steps)):
-            depth = self._trials.pop(0) if self._trials else self.most
-            return [min(depth, limit) for limit in limits]
         if not any(limits):
             return [0] * len(limits)
+        S = len(limits)
+        self._meet(S, others)
+        if self._trials or not len(self.steps):
+            depth = self._trials.pop(0) if self._trials else self.most
+            return [min(depth, limit) for limit in limits]
         if not self._level and self._rested % 4 and rates == self._rates:
             return self._at_rest(limits)  # little can have changed
         self._rates = rates
-        S = len(limits)
-        sequence = np.repeat(np.arange(S), limits)
-        place = np.concatenate([np.arange(limit) for limit in limits]) + 1
-        gain = np.asarray(rates)[sequence] ** place
-        order = np.argsort(-gain, kind="stable")
-        tokens = S + others + np.concatenate([[0.0], gain[order].cumsum()])
-        passes = np.concatenate([[0], np.maximum.accumulate(place[order])])
-        n = S + others + np.arange(len(order) + 1)
-        speed = tokens / (self.steps.seconds(n) + passes * self.pass_seconds(S))
-        best, last = int(speed.argmax()), min(len(order), round(self._level * S))
-        if speed[best] < GAIN * speed[last]:
+        sequence_D = np.repeat(np.arange(S), limits)
+        place_D = np.concatenate([np.arange(limit) for limit in limits]) + 1
+        gain_D = np.asarray(rates)[sequence_D] ** place_D
+        order_D = np.argsort(-gain_D, kind="stable")
+        passes_P = np.arange(max(limits) + 1)
+        taken_PD = place_D[order_D] <= passes_P[:, None]
+        count_PD = taken_PD.cumsum(1)
+        tokens_PD = S + others + (taken_PD * gain_D[order_D]).cumsum(1)
+        seconds_PD = self.steps.seconds(S + others + count_PD) + self.draft_seconds(S, passes_P)[:, None]
+        speed_PD = tokens_PD / seconds_PD
+        best, last = int(speed_PD.argmax()), self._nearest(count_PD, S)
+        if speed_PD.flat[best] < GAIN * speed_PD.flat[last]:
             best = last
-        self._level = best / S
-        if best == 0:
+        passes, drafts = divmod(best, len(order_D))
+        chosen_D = order_D[: drafts + 1][taken_PD[passes, : drafts + 1]]
+        self._level, self._deepest = len(chosen_D) / S, passes
+        if not len(chosen_D):
             return self._at_rest(limits)
         self._rest, self._rested = REST, 0
-        return np.bincount(sequence[order[:best]], minlength=S).tolist()
+        return np.bincount(sequence_D[chosen_D], minlength=S).tolist()
+
+    def _nearest(self, count_PD: np.ndarray, S: int) -> int:
+        """Where the last choice lies among those of this step, flat."""
+        passes = min(self._deepest, len(count_PD) - 1)
+        drafts = int(np.searchsorted(count_PD[passes], round(self._level * S)))
+        return passes * count_PD.shape[1] + min(drafts, count_PD.shape[1] - 1)
+
+    def _meet(self, S: int, others: int) -> None:
+        """What was learnt of few sequences tells little of many: the first time that there are so many, try again, unless it
+        looks hopeless."""
+        if (size := S.bit_length()) in self._met:
+            return
+        self._met.add(size)
+        if self._trials or not len(self.steps):
+            return
+        depths = np.array(sorted({0, max(1, self.most // 2), self.most}))
+        tokens = others + S * np.array([sum(self.acceptance.rate**i for i in range(k + 1)) for k in depths])
+        seconds = self.steps.seconds(others + S * (1 + depths)) + self.draft_seconds(S, depths)
+        worth = depths[tokens / seconds > WORTH_A_TRY * tokens[0] / seconds[0]]
+        self._trials = [trial for k in worth[worth > 0].tolist() for trial in (k, 0, 0)]
 
     def _at_rest(self, limits: list[int]) -> list[int]:
         """No drafts; now and then a few for one sequence, ever more seldom, to learn whether things have changed."""

@@ -67,7 +67,7 @@ class Speculator:
         self.max_model_len, self.clock = max_model_len, clock
         self.adaptive, self.most = options.adaptive, options.num_speculative_tokens
         metrics.drafts_at, metrics.accepted_at = [0] * self.most, [0] * self.most
-        self.depth = Depth(self.most)
+        self.depth = Depth(self.most, routes.most_visits)
         self._began: float | None = None  # when the step began; None if that was behind the one before
         self._finished: float | None = None  # when the one before was over
         self._verifying: float | None = None  # when its drafts were there
@@ -120,7 +120,7 @@ class Speculator:
 
     def _acceptance(self, seq: Sequence) -> Acceptance:
         if seq.acceptance is None:
-            seq.acceptance = Acceptance(self.depth.acceptance.rate)
+            seq.acceptance = Acceptance(self.depth.acceptance)
         return seq.acceptance
 
     def propose(self, chunks: Seq[Chunk]) -> None:
