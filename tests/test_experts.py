@@ -257,6 +257,36 @@ def test_the_layout_for_a_cpu_changes_no_number():
     assert torch.allclose(moe(x), wanted, atol=1e-6)
 
 
+@given(T=st.integers(1, 7), K=st.integers(1, 4), E=st.integers(4, 9), seed=st.integers(0, 99))
+def test_few_tokens_equal_a_loop_over_single_pairs(T, K, E, seed):
+    ids = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(seed + t))[:K] for t in range(T)])  # fmt: skip
+    weights, x = normal(T, K, seed=seed), normal(T, 6, seed=seed + 1)
+    gate_up, down = normal(E, 10, 6), normal(E, 6, 5, seed=1)
+    for e in set(range(E)) - set(ids.flatten().tolist()):
+        gate_up[e], down[e] = NAN, NAN  # never read
+    with torch.no_grad():
+        out = paths.few(x, ids, weights, gate_up, down, F.gelu)
+    assert out.dtype == torch.float32
+    for t in range(T):
+        pairs = zip(ids[t].tolist(), weights[t].double())
+        wanted = sum(w * one_row(x[t], gate_up[e], down[e], F.gelu) for e, w in pairs)
+        assert torch.allclose(out[t].double(), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_few_tokens_take_their_own_way_unless_a_gradient_is_wanted(monkeypatch):
+    taken, few = [], paths.few
+    monkeypatch.setattr(paths, "few", lambda x, *more: taken.append(len(x)) or few(x, *more))
+    moe = block()
+    with torch.no_grad():
+        for T in (1, 2, 7, 8):
+            moe(normal(T, 8))
+    assert taken == [2, 7]
+    x = normal(3, 8).requires_grad_()
+    moe(x).sum().backward()
+    assert taken == [2, 7]
+    assert x.grad is not None
+
+
 # The whole block
 
 
@@ -315,7 +345,10 @@ def test_the_block_equals_a_loop_over_single_tokens(name, path):
     moe = block(path, **BLOCKS[name])
     for T in (0, 1, 2, 17):
         x = normal(T, 8, seed=9)
-        assert torch.allclose(moe(x).double(), block_in_float64(moe, x), atol=1e-5)
+        wanted = block_in_float64(moe, x)
+        assert torch.allclose(moe(x).double(), wanted, atol=1e-5)
+        with torch.inference_mode():
+            assert torch.allclose(moe(x).double(), wanted, atol=1e-5)
 
 
 def test_choosing_all_experts_is_the_dense_mixture():

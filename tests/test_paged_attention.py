@@ -13,9 +13,11 @@ from tinymoe import ops
 paged = import_module("tinymoe.ops.paged_attention")  # the package has a function of this name
 
 
-def spans_of(lengths, block_size, seed=0):
-    """Spans of (queries, context) pairs over shuffled blocks, and the number of blocks."""
-    order = np.random.default_rng(seed).permutation(sum(-(-c // block_size) for _, c in lengths))
+def spans_of(lengths, block_size, seed=0, shuffled=True):
+    """Spans of (queries, context) pairs over shuffled blocks, or blocks in order, and the number of blocks."""
+    order = np.arange(sum(-(-c // block_size) for _, c in lengths))
+    if shuffled:
+        order = np.random.default_rng(seed).permutation(order)
     spans, at, row = [], 0, 0
     for queries, context in lengths:
         count = -(-context // block_size)
@@ -38,17 +40,21 @@ def one_row(q_NH, positions, cache, window):
 
 
 @pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("shuffled", [True, False])
 @pytest.mark.parametrize(
     "lengths",
     [
         [(1, 9)],
+        [(4, 18)],  # a verification alone
+        [(2, 2)],
+        [(5, 7), (3, 22)],
         [(1, 1), (1, 33), (1, 7)],  # decodes alone, in order
         [(3, 11), (1, 30), (4, 4), (1, 2), (1, 17)],  # decodes between chunks
     ],
 )
-def test_every_row_sees_its_own_past_and_nothing_else(lengths, window, monkeypatch):
+def test_every_row_sees_its_own_past_and_nothing_else(lengths, shuffled, window, monkeypatch):
     monkeypatch.setattr(paged, "CALL", 20)  # so that even these few take more than one call
-    spans, blocks = spans_of(lengths, block_size=4)
+    spans, blocks = spans_of(lengths, block_size=4, shuffled=shuffled)
     generator = torch.Generator().manual_seed(1)
     k_cache, v_cache = torch.randn(2, blocks, 4, 2, 8, generator=generator)
     q = torch.randn(sum(n for n, _ in lengths), 6, 8, generator=generator)

@@ -95,6 +95,42 @@ def lone(
     return y_1D.to(x_1D.dtype)
 
 
+FEW = 16  # pairs of token and expert; from there on `choose` may want "padded"
+
+
+def few(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    act: Activation,
+) -> Tensor:
+    """Dispatch, "loop" and combine for a few tokens -> [T, D], with as few calls as that takes: on a CPU these calls, not
+    the products, are what a verification of some drafts costs. Not differentiable.
+
+    Per expert two products, into their places; everything else once for all pairs. Sums are those of the dispatcher:
+    float32, over the router's slots in their order.
+    """
+    (T, K), F2 = ids_TK.shape, gate_up_E2FD.shape[1]
+    chosen_P = ids_TK.reshape(-1).tolist()
+    order_P = sorted(range(T * K), key=chosen_P.__getitem__)  # stable
+    experts = sorted(set(chosen_P))
+    sizes = [chosen_P.count(expert) for expert in experts]
+    order, token = torch.tensor([order_P, [p // K for p in order_P]], device=x_TD.device).unbind()
+    rows_PD = x_TD.index_select(0, token)
+    h_P2F, y_PD = rows_PD.new_empty(T * K, F2), torch.empty_like(rows_PD)
+    gate_up_ED2F, down_EFD = gate_up_E2FD.transpose(1, 2), down_EDF.transpose(1, 2)
+    for expert, x_D, h_2F in zip(experts, rows_PD.split(sizes), h_P2F.split(sizes)):
+        torch.mm(x_D, gate_up_ED2F[expert], out=h_2F)
+    gate_PF, up_PF = h_P2F.split(F2 // 2, dim=1)
+    h_PF = act(gate_PF) * up_PF
+    for expert, h_F, y_D in zip(experts, h_PF.split(sizes), y_PD.split(sizes)):
+        torch.mm(h_F, down_EFD[expert], out=y_D)
+    y_TKD = torch.empty_like(y_PD).index_copy_(0, order, y_PD).view(T, K, -1)
+    return (y_TKD.float() * weights_TK[..., None]).sum(1).to(x_TD.dtype)
+
+
 def gather(
     rows_PD: Tensor, counts_E: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, act: Activation
 ) -> Tensor:

@@ -73,6 +73,8 @@ class MoE(nn.Module):
         gate_up, down = self.experts.gate_up, self.experts.down
         if self.path == "adaptive" and x_TD.shape[0] == 1:
             y_TD = paths.lone(x_TD, ids_TK, weights_TK, gate_up, down, self.act)
+        elif self.path == "adaptive" and 0 < ids_TK.numel() < paths.FEW and not torch.is_grad_enabled():
+            y_TD = paths.few(x_TD, ids_TK, weights_TK, gate_up, down, self.act)
         else:
             sent = self.dispatcher.dispatch(x_TD, ids_TK)
             y_PD = paths.run(self.path, sent.rows_PD, sent.counts_E, gate_up, down, self.act)

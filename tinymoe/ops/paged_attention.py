@@ -1,4 +1,5 @@
-"""Paged attention on any device, in torch: decodes of similar length share one padded call, longer chunks run one by one.
+"""Paged attention on any device, in torch: decodes of similar length share one padded call; longer chunks, and a decode that
+has no company, run one by one.
 
 The kernel of the same name takes this place on a GPU. Kwon et al., SOSP 2023, arXiv 2309.06180.
 """
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinymoe.ops.reference import all_finite, causal_attention, gather_pages
+from tinymoe.ops.reference import all_finite, causal_attention, causal_mask, gather_pages
 
 CALL = 1024  # positions of padding that cost as much as one more call
 
@@ -27,12 +28,17 @@ class DecodeGroup(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Tokens start..stop-1 of one sequence with `context` positions, blocks [B] int64."""
+    """Tokens start..stop-1 of one sequence with `context` positions, blocks [B] int64.
+
+    mask: what each may see, as causal_attention takes it. first: of blocks that follow one another in memory; else None.
+    """
 
     start: int
     stop: int
     context: int
     blocks: Tensor
+    mask: Tensor | None
+    first: int | None
 
 
 class AttentionPlan(NamedTuple):
@@ -48,15 +54,18 @@ def plan_attention(
     spans: list, block_size: int, window: int | None, device: torch.device | str = "cpu"
 ) -> AttentionPlan:
     """Sort spans (start, stop, context, block table) into padded decode groups and single chunks."""
-    decodes = []
-    chunks = []
-    for start, stop, context, blocks in spans:
-        if stop - start == 1:
-            decodes.append((start, context, blocks))
-        else:
-            chunks.append(Chunk(start, stop, context, torch.from_numpy(blocks.astype(np.int64)).to(device)))
-    groups = []
+    decodes = [(start, context, blocks) for start, stop, context, blocks in spans if stop - start == 1]
+    lone, shared = [], []
     for members in _share_calls(decodes):
+        (shared if len(members) > 1 else lone).append(members)
+    alone = {members[0][0] for members in lone}
+    chunks = [
+        _chunk(start, stop, context, blocks, window, device)
+        for start, stop, context, blocks in spans
+        if stop - start > 1 or start in alone
+    ]
+    groups = []
+    for members in shared:
         contexts = np.array([context for _, context, _ in members])
         width = max(len(blocks) for _, _, blocks in members)
         table = np.zeros((len(members), width), dtype=np.int64)  # block 0 pads: it is read, then masked
@@ -75,6 +84,18 @@ def plan_attention(
             )
         )
     return AttentionPlan(groups, chunks, window, block_size)
+
+
+def _chunk(
+    start: int, stop: int, context: int, blocks: np.ndarray, window: int | None, device: torch.device | str
+) -> Chunk:
+    """blocks: as many as `context` needs, at least."""
+    blocks = blocks.astype(np.int64)
+    first = int(blocks[0]) if len(blocks) and (np.diff(blocks) == 1).all() else None
+    T = stop - start
+    plain = T == 1 or (window is None and context == T)  # a prompt from its start needs no mask
+    mask = None if plain else causal_mask(T, context, window, device)
+    return Chunk(start, stop, context, torch.from_numpy(blocks).to(device), mask, first)
 
 
 def _share_calls(decodes: list) -> list[list]:
@@ -109,8 +130,14 @@ def paged_attention(q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Atten
         if tokens is None:
             return o.view(S, N, H)
         out_TNH.index_copy_(0, tokens, o.view(S, N, H))
-    for start, stop, context, blocks in plan.chunks:
-        k = gather_pages(k_cache.flatten(0, 1), blocks, plan.block_size, context)
-        v = gather_pages(v_cache.flatten(0, 1), blocks, plan.block_size, context)
-        out_TNH[start:stop] = causal_attention(q_TNH[start:stop], k, v, window=plan.window)
+    for start, stop, context, blocks, mask, first in plan.chunks:
+        k, v = (
+            gather_pages(cache.flatten(0, 1), blocks, plan.block_size, context)
+            if first is None
+            else cache.flatten(0, 1).narrow(0, first * plan.block_size, context)
+            for cache in (k_cache, v_cache)
+        )
+        if stop - start == len(q_TNH):
+            return causal_attention(q_TNH, k, v, window=plan.window, mask_TC=mask)
+        out_TNH[start:stop] = causal_attention(q_TNH[start:stop], k, v, window=plan.window, mask_TC=mask)
     return out_TNH

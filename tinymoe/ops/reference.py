@@ -220,17 +220,28 @@ def rope(x_TNH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     return torch.cat(turned if x_TNH.shape[-1] == 2 * R else (*turned, x_TNH[..., 2 * R :]), dim=-1)
 
 
-def causal_attention(q_TNH: Tensor, k_CGH: Tensor, v_CGH: Tensor, *, window: int | None = None) -> Tensor:
+def causal_attention(
+    q_TNH: Tensor,
+    k_CGH: Tensor,
+    v_CGH: Tensor,
+    *,
+    window: int | None = None,
+    mask_TC: Tensor | None = None,
+) -> Tensor:
     """Attention of one sequence's last T positions over all its C positions, each seeing itself and what came before.
 
     Query head n reads key/value head n // (N / G). With `window`, only the last `window` positions, itself included.
-    What a position must not see cannot change it, not even NaN. Returns [T, N, H].
+    What a position must not see cannot change it, not even NaN. mask_TC: causal_mask of these, if it is there already.
+    Returns [T, N, H].
     """
     T, C, N, G = q_TNH.shape[0], k_CGH.shape[0], q_TNH.shape[1], k_CGH.shape[1]
     if T == 1 and window is not None:
         k_CGH, v_CGH, window = k_CGH[-window:], v_CGH[-window:], None
     whole = T == C > 1 and window is None  # a prompt from its start: no mask has to be built
-    mask_TC = None if whole else causal_mask(T, C, window, q_TNH.device)
+    if whole or T == 1:
+        mask_TC = None
+    elif mask_TC is None:
+        mask_TC = causal_mask(T, C, window, q_TNH.device)
     out = F.scaled_dot_product_attention(
         q_TNH.transpose(0, 1)[None],
         k_CGH.transpose(0, 1)[None],
