@@ -19,7 +19,7 @@ import torch
 from lab_simulator import record
 from nbclient import NotebookClient
 
-from tinymoe.lab.exercises import judge
+from tinymoe.lab.exercises import judge, speculating
 from tinymoe.lab.exercises.catalogue import JUDGES
 from tinymoe.lab.exercises.judge import Verdict, agree, decide, same, shown
 from tinymoe.lab.frames import pages
@@ -249,6 +249,64 @@ def test_named_counter_examples():
         assert wrong == f"step {third}: there is no sequence 99"
     with pytest.raises(ValueError, match="the recording has only 0 steps"):
         decide(JUDGES["12.1"], plan, EVENTS[:1])
+
+
+@pytest.mark.parametrize("rule", speculating.RULES)
+def test_runs_of_each_rule_have_its_own_distribution(rule):
+    """Oracle: the joint distribution of two tokens in closed form, for the wrong rules as well."""
+    rng = np.random.default_rng(1)
+    (p1, q1), (p2, q2), n = rng.dirichlet([2] * 4, 2), rng.dirichlet([2] * 4, (2, 4)), 50_000
+    again1, again2 = np.maximum(p1 - q1, 0), np.maximum(p2 - q2, 0)
+    if rule == "redraws from p":
+        again1, again2 = p1, p2
+    kept1, kept2 = np.minimum(p1, q1), np.minimum(p2, q2)
+    again1 = again1 / again1.sum()
+    again2 = again2 / again2.sum(1, keepdims=True)
+    second = kept2 + (1 - kept2.sum(1, keepdims=True)) * again2
+    first = kept1 + (1 - kept1.sum()) * again1
+    wanted = first[:, None] * second
+    if rule == "keeps later drafts":
+        wanted = kept1[:, None] * second + again1[:, None] * ((q1 - kept1) @ q2)
+    a, b = speculating.two_tokens(rng, n, (p1, p2), (q1, q2), rule)
+    counts = np.bincount(a * 4 + b, minlength=16).tolist()
+    assert abs(speculating.surprise(counts, wanted.ravel().tolist())) < 4
+    others = speculating.surprise(counts, (p1[:, None] * p2).ravel().tolist())
+    assert (abs(others) < 4) == (rule == "right")
+
+
+def test_speculation_is_judged_by_chi_square():
+    assert speculating.chi_square([10, 20, 0], [0.5, 0.5, 0]) == (pytest.approx(10 / 3), 2)
+    assert speculating.chi_square([10, 20, 1], [0.5, 0.5, 0]) == (float("inf"), 2)
+    found = list(speculating.trials())
+    assert [sum(t.rule == rule for t in found) for rule in speculating.RULES] == [40, 8, 9]
+    assert found == list(speculating.trials())
+    small = [n * w for t in found for n in [sum(t.counts)] for w in t.wanted if w]
+    assert min(small) > 5
+    said = decide(JUDGES["16.2"], lambda counts, wanted: False).message
+    assert said.startswith(
+        "run 1, 2000 pairs by the right rule: yours says that it does not fit. Over 16 cells the"
+    )
+    assert said.endswith("; where the probabilities are right, it is 15 on average")
+    assert (
+        "an impossible pair came"
+        in decide(
+            JUDGES["16.2"],
+            lambda c, w: speculating.surprise([x for x, y in zip(c, w) if y], [y for y in w if y]) < 4,
+        ).message
+    )
+    assert "True or False is wanted, got 0.5" in decide(JUDGES["16.2"], lambda c, w: 0.5).message
+    assert (
+        "raised ZeroDivisionError"
+        in decide(JUDGES["16.2"], lambda c, w: bool([x / y for x, y in zip(c, w)])).message
+    )
+
+    def as_tensor(p, q):
+        return torch.tensor(speculating._residual(p, q), dtype=torch.float64)
+
+    assert decide(JUDGES["16.1"], as_tensor).ok
+    assert decide(JUDGES["16.1"], lambda p, q: p).message == (
+        "residual([0.5, 0.3, 0.2], [0.2, 0.5, 0.3]) should be [1, 0, 0], got [0.5, 0.3, 0.2]"
+    )
 
 
 # In the notebooks

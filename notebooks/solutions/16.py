@@ -92,6 +92,14 @@ def fits(counts, wanted):
     total = sum((c - n * w) ** 2 / (n * w) for c, w in zip(counts, wanted))
     return total < 40
 """,
+        # leaves out what is impossible, although it came
+        """
+def fits(counts, wanted):
+    cells = [(c, w) for c, w in zip(counts, wanted) if w]
+    n, free = sum(c for c, _ in cells), len(cells) - 1
+    total = sum((c - n * w) ** 2 / (n * w) for c, w in cells)
+    return total < free + 4 * (2 * free) ** 0.5
+""",
         # looks at the first token alone
         """
 def fits(counts, wanted):
