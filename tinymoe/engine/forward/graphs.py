@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     """
 
     sequences: list[Sequence]
-    token_ids: Tensor | None
+    token_ids: np.ndarray | None
     positions: np.ndarray
     slots: np.ndarray
     drawn_in: Seq[int] | None = None
@@ -75,31 +75,33 @@ class Staged:
     """The host's side of one step: inputs in pinned memory, and where the drawn tokens come back to."""
 
     def __init__(self, rows: int, width: int, pin: bool):
-        self.inputs = Inputs(rows, width, "cpu", pin)
+        self.inputs = x = Inputs(rows, width, "cpu", pin)
         self.drawn = torch.zeros(2 * rows, dtype=torch.float64, pin_memory=pin)
         self.arrived: torch.cuda.Event | None = None  # of the launch that took it last
+        # The same memory as arrays: a step writes a dozen short columns, which costs numpy less than torch.
+        integers = (x.token_ids, x.drawn_in, x.positions, x.next_positions, x.slots, x.context_lens)
+        self._columns = [column.numpy() for column in (*integers, x.temperature, x.seeds)]
+        self._tables, self._count = x.tables.numpy(), x.num_valid.numpy()
 
     def fill(self, rows: Rows, tables: np.ndarray, bucket: int) -> None:
         """Write these rows, and the rest of the bucket as nobody's."""
-        n, x, seqs = len(rows.sequences), self.inputs, rows.sequences
-        positions = torch.from_numpy(rows.positions)
-        columns = [
-            (x.positions, positions, 0),
-            (x.next_positions, positions + 1, 0),
-            (x.context_lens, positions + 1, 0),
-            (x.slots, torch.from_numpy(rows.slots), -1),
-            (x.temperature, torch.tensor([seq.request.params.heat for seq in seqs]), 0),
-            (x.seeds, torch.tensor([seq.seed for seq in seqs]), 0),
-        ]
+        n, seqs = len(rows.sequences), rows.sequences
+        token_ids, drawn_in, positions, later, slots, lens, warmth, seeds = self._columns
         if rows.token_ids is not None:
-            columns.append((x.token_ids, rows.token_ids, 0))
+            token_ids[:n] = rows.token_ids
         elif rows.drawn_in is not None:
-            columns.append((x.drawn_in, torch.tensor(rows.drawn_in), 0))
-        for column, values, nobody in columns:
-            column[:n] = values
-            column[n:bucket] = nobody
-        x.num_valid[0] = n
-        np.take(tables, [seq.row for seq in seqs], axis=0, out=x.tables[:n].numpy(), mode="clip")
+            drawn_in[:n] = rows.drawn_in
+        positions[:n] = rows.positions
+        later[:n] = lens[:n] = rows.positions + 1
+        slots[:n] = rows.slots
+        warmth[:n] = [seq.request.params.heat for seq in seqs]
+        seeds[:n] = [seq.seed for seq in seqs]
+        if n < bucket:
+            for column in self._columns:
+                column[n:bucket] = 0
+            slots[n:bucket] = -1
+        self._count[0] = n
+        np.take(tables, [seq.row for seq in seqs], axis=0, out=self._tables[:n], mode="clip")
 
 
 class Flight(NamedTuple):

@@ -116,7 +116,7 @@ class Runner:
     def _fly(self, batch: Batch, blocks: BlockManager, follow: bool) -> Forward:
         assert self.graphs is not None
         seqs = [chunk.seq for chunk in batch.chunks for _ in range(chunk.start, chunk.stop)]
-        token_ids = None if follow else batch.token_ids
+        token_ids = None if follow else batch.token_ids.numpy()
         rows = Rows(seqs, token_ids, blocks.positions(), blocks.place())
         flight = self.graphs.launch(rows, blocks.tables)
         self.recorder.take(flight.ids_LTK)

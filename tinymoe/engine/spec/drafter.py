@@ -146,7 +146,7 @@ class ModelDrafter:
         """The tokens of these parts as rows, and which of them are the last of each."""
         size = self.blocks.block_size
         seqs = [seq for seq, _, tokens in parts for _ in tokens]
-        ids = torch.tensor([token for _, _, tokens in parts for token in tokens])
+        ids = np.array([token for _, _, tokens in parts for token in tokens])
         where = np.concatenate([np.arange(start, start + len(tokens)) for _, start, tokens in parts])
         blocks = self.blocks.tables[[seq.row for seq in seqs], where // size].astype(np.int64)
         last = np.cumsum([len(tokens) for _, _, tokens in parts]) - 1
@@ -179,9 +179,7 @@ class ModelDrafter:
             table = self.blocks.tables[seq.row, : self.blocks.blocks_for(stop)]
             spans.append(Span(end + 1 - len(tokens), end + 1, stop, table))
         assert rows.token_ids is not None
-        flat = torch.cat(
-            [rows.token_ids, *map(torch.from_numpy, (rows.positions, rows.slots)), torch.tensor(last)]
-        )
+        flat = torch.from_numpy(np.concatenate([rows.token_ids, rows.positions, rows.slots, last]))
         ids_T, positions_T, slots_T, rows_S = flat.to(device).split([T, T, T, len(last)])
         plans = {
             w: ops.plan_attention(spans, size, w, device, self.model.invariant) for w in set(self.windows)
