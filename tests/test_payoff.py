@@ -195,6 +195,9 @@ def test_twins_share_a_panel_and_rates_do_not():
         "olmoe-1b-7b · 80 % accepted",
     ]
     assert len(figure.data) == 8
+    kinds = ({}, {"draft_cost": 0.05}, {"draft_layers": 2, "draft_cost": 0.0})
+    drafts = [recorded.draft_of(row("moe", **a, forced_acceptance=0.8, **kind)) for kind in kinds]
+    assert drafts == ["80 % accepted", "80 % accepted, d = 0.05", "80 % accepted, draft of 2 layers"]
 
 
 def test_where_not_to_and_why():

@@ -12,6 +12,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from tinymoe.lab.frames.view import count
 from tinymoe.lab.widgets.plots import FONT, OKABE_ITO, base_layout
 
 RESULTS = Path(__file__).resolve().parents[5] / "book" / "results"
@@ -47,8 +48,14 @@ def family(row: Row) -> str:
 
 
 def draft_of(row: Row) -> str:
+    """Who drafts; for a coin, how often it accepts, and what drafts cost."""
     rate = row.get("forced_acceptance")
-    return row["draft"] if rate is None else f"{100 * rate:.0f} % accepted"
+    if rate is None:
+        return row["draft"]
+    said = f"{100 * rate:.0f} % accepted"
+    if row.get("draft_layers"):
+        said += f", draft of {count(row['draft_layers'], 'layer')}"
+    return said + (f", d = {row['draft_cost']:g}" if row.get("draft_cost") else "")
 
 
 def situations(rows: Iterable[Row]) -> dict[tuple, list[Row]]:
@@ -98,7 +105,7 @@ def speedups(rows: Iterable[Row], depth: int | None = None) -> go.Figure | None:
             look = {"x": x, "legendgroup": target, **where}
             figure.add_scatter(y=y, mode="lines+markers", name=label, showlegend=target not in shown, error_y=bars, text=text, hovertemplate="%{text}<extra></extra>", line={"color": colour, "width": 3}, marker={"symbol": symbol, "size": 8}, **look)  # fmt: skip
             figure.add_scatter(y=bound, mode="lines", name=f"{label}: bound", showlegend=target not in shown, line={"color": colour, "width": 1, "dash": "dot"}, hoverinfo="skip", **look)  # fmt: skip
-            highest, shown = max(highest, *y, *bound), shown | {target}
+            highest, shown = max(highest, *(r["speedup"]["p75"] for r in mine), *bound), shown | {target}
     figure.add_hline(y=1, line={"color": "#777777", "width": 1}, row="all", col="all")  # type: ignore[arg-type]
     counts = sorted({r["requests"] for g in lines.values() for mine in g.values() for r in mine})
     figure.update_layout(base_layout("speed-up of speculation over requests at once", 760, 110 + 210 * grid))

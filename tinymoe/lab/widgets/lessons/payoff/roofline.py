@@ -12,7 +12,7 @@ from tinymoe.lab.widgets.scrubber import Picture, Scrubber
 
 KINDS = frozenset({"tokens", "limit"})
 SRC = "tinymoe.lab.widgets.lessons.payoff.step:StepCost.seconds#longer-of-two"
-SYMBOLS = ("circle", "square", "diamond", "cross")
+SYMBOLS = ("circle", "square-open", "diamond-open", "cross-open")  # models may lie on one another
 
 
 class RooflineView:
@@ -28,10 +28,8 @@ class RooflineView:
     def __init__(self, models: Mapping[str, StepCost], machine: Machine, tokens: Sequence[int]):
         self.models, self.machine, self.tokens = dict(models), machine, list(tokens)
         self._dots = [[self._dot(name, n) for name in self.models] for n in self.tokens]
-        peak = machine.peak / 1e12
-        ridge = machine.peak / machine.bandwidth
-        self.roof = [[1, _hundredths(machine.bandwidth / 1e12)], [_hundredths(ridge), _hundredths(peak)]]
-        self.roof = [[100, self.roof[0][1]], self.roof[1], [300_000, _hundredths(peak)]]
+        ridge, peak = machine.peak / machine.bandwidth, _hundredths(machine.peak / 1e12)
+        self.roof = [[50, _hundredths(machine.bandwidth / 2e12)], [_hundredths(ridge), peak], [300_000, peak]]
 
     def _dot(self, name: str, n: int) -> list:
         cost = self.models[name]
@@ -111,9 +109,9 @@ class RooflineDots:
             found.append(_scatter(path, "lines+markers", line=line, marker={"color": colour, "size": 4}, showlegend=False, hoverinfo="skip"))  # fmt: skip
             marker = {
                 "color": colour,
-                "size": 14,
+                "size": 17 if m else 12,
                 "symbol": SYMBOLS[m % 4],
-                "line": {"width": 1, "color": "#ffffff"},
+                "line": {"width": 3 if m else 0, "color": colour},
             }
             text = f"{dot[0]}: {dot[4]:,} µs"
             found.append(_scatter([dot[6:]], "markers", name=dot[0], marker=marker, text=[text], hovertemplate="%{text}<extra></extra>"))  # fmt: skip
@@ -124,8 +122,8 @@ class RooflineDots:
         return {
             **base_layout(self.label, 760, 390),
             "margin": {"l": 65, "r": 20, "t": 55, "b": 50},
-            "xaxis": {"title": {"text": "operations for each byte (intensity)"}, "range": [0, 3.48], **axis},
-            "yaxis": {"title": {"text": "TFLOP/s"}, "range": [0.5, 3.1], **axis},
+            "xaxis": {"title": {"text": "operations for each byte (intensity)"}, "range": [-0.3, 3.48], **axis},
+            "yaxis": {"title": {"text": "TFLOP/s"}, "range": [0.3, 3.1], **axis},
             "legend": {"x": 0.98, "xanchor": "right", "y": 0.03, "yanchor": "bottom", "bgcolor": "rgba(255,255,255,0.8)"},
         }  # fmt: skip
 
