@@ -189,6 +189,8 @@ def test_twins_share_a_panel_and_rates_do_not():
         row("dense", 1, 2, 1.7, **(a | {"model": "olmoe-1b-7b dense twin"}), forced_acceptance=r)
         for r in (0.5, 0.8)
     ]
+    for one in made:
+        one |= {"draft_layers": 1}  # of all rows alike: said once
     figure = recorded.speedups(made)
     assert [note.text for note in figure.layout.annotations] == [
         "olmoe-1b-7b · 50 % accepted",
@@ -227,9 +229,11 @@ def test_a_file_that_nobody_recorded(tmp_path):
     assert recorded.source("spec_cpu", read) == (
         "spec_cpu: recorded 2026-12-01 on 2 cores (x), torch 2; the bundled models."
     )
-    forced = body | {"rows": [row(device="cuda", synthetic=True)]}
+    forced = body | {
+        "rows": [row(device="cuda", synthetic=True, forced_acceptance=r, draft_layers=1) for r in (0.5, 0.9)]
+    }
     assert (
-        "on NVIDIA H200, torch 2; random weights, drafts accepted by a coin (synthetic)."
+        "on NVIDIA H200, torch 2; random weights, drafts accepted by a coin (synthetic), draft of 1 layer."
         in recorded.source("s", forced)
     )
 

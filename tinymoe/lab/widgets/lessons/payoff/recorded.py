@@ -38,7 +38,16 @@ def source(name: str, body: Mapping[str, Any] | None) -> str:
         if any(r["synthetic"] for r in rows)
         else "the bundled models"
     )
-    return f"{name}: recorded {body['date'][:10]} on {where}, torch {body['versions']['torch']}; {kind}."
+    more = "".join(f", {part}" for part in _shared(rows))
+    return (
+        f"{name}: recorded {body['date'][:10]} on {where}, torch {body['versions']['torch']}; {kind}{more}."
+    )
+
+
+def _shared(rows: Iterable[Row]) -> list[str]:
+    """What draft_of says of all rows alike, behind who drafts: it need not stand in every title."""
+    said = {draft_of(row).partition(", ")[2] for row in rows}
+    return [part for part in said if part] if len(said) == 1 else []
 
 
 def family(row: Row) -> str:
@@ -60,9 +69,11 @@ def draft_of(row: Row) -> str:
 
 def situations(rows: Iterable[Row]) -> dict[tuple, list[Row]]:
     """Rows that differ in depth only: (family, text, draft, target, requests) -> rows, in the order of the file."""
-    found: dict[tuple, list[Row]] = {}
+    rows, found = list(rows), {}
+    alike = [f", {part}" for part in _shared(rows)]
     for row in rows:
-        key = (family(row), row["domain"], draft_of(row), row["target"], row["requests"])
+        draft = draft_of(row).removesuffix(*alike) if alike else draft_of(row)
+        key = (family(row), row["domain"], draft, row["target"], row["requests"])
         found.setdefault(key, []).append(row)
     return found
 
@@ -110,7 +121,7 @@ def speedups(rows: Iterable[Row], depth: int | None = None) -> go.Figure | None:
     counts = sorted({r["requests"] for g in lines.values() for mine in g.values() for r in mine})
     figure.update_layout(base_layout("speed-up of speculation over requests at once", 760, 110 + 210 * grid))
     figure.update_layout(margin={"l": 55, "r": 15, "t": 35, "b": 85}, legend={"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom"})  # fmt: skip
-    figure.update_annotations(font={**FONT, "size": 12})
+    figure.update_annotations(font={**FONT, "size": 11})
     figure.update_xaxes(type="log", tickvals=counts, ticktext=[str(n) for n in counts])
     for column in range(1, columns + 1):
         figure.update_xaxes(title="requests at once", row=grid, col=column)
