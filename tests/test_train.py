@@ -313,6 +313,25 @@ def test_bits_per_byte_of_a_uniform_model_and_cover():
     assert seen.tolist() == stream[1:].tolist()
 
 
+def test_agreement_is_counted_on_what_the_target_writes():
+    """The target counts up; the draft says the same but for multiples of 4. Judged by hand: 3 of 4 tokens."""
+
+    def says(wrong):
+        def logits(ids):
+            best = (ids + 1) % 64
+            return torch.nn.functional.one_hot(torch.where(best % 4 == 0, best + wrong, best), 64).float()
+
+        return logits
+
+    stream = np.random.default_rng(0).integers(0, 60, 300).astype(np.uint16)
+    rate = evaluate.agreement_rate(says(0), says(1), stream, texts=5, given=8, tokens=40)
+    assert rate == 0.75
+    assert evaluate.agreement_rate(says(0), says(0), stream[:6], texts=2, tokens=4) == 1.0
+    starts = [0, 73, 146, 219, 292]  # the last token of each beginning decides what is counted
+    first = np.mean([(int(stream[s + 7]) + 1) % 4 != 0 for s in starts])
+    assert evaluate.agreement_rate(says(0), says(1), stream, texts=5, given=8, tokens=1) == first
+
+
 def test_load_report():
     counts = {"english": torch.tensor([[6, 2, 0, 0]]), "german": torch.tensor([[0, 0, 4, 0]])}
     report = evaluate.load_report(counts, {"english": 3.0, "german": 1.0})

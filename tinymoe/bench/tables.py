@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tinymoe.bench.results import read_results
@@ -217,12 +218,24 @@ def spec_rows(rows: list[dict[str, Any]]) -> str:
     return markdown(head, [[name, *(cells.get(n, "") for n in counts)] for name, cells in lines.items()])
 
 
+def spec_controls(controls: list[dict[str, Any]]) -> str:
+    """What adaptive depth reaches, and the best fixed one of its bound."""
+    ratios, shares = (sorted(c[key] for c in controls) for key in ("ratio", "best_of_its_bound"))
+    return (
+        f" Adaptive depth reaches {median(ratios):.2f} of the better of plain decoding and the best fixed depth (median; {ratios[0]:.2f} to "
+        f"{ratios[-1]:.2f}), the best fixed depth {median(shares):.2f} of the bound that its own drafts and verifications set "
+        f"({shares[0]:.2f} to {shares[-1]:.2f})."
+        if controls
+        else ""
+    )
+
+
 def spec_cpu() -> str:
     """Speculation of the bundled pair: times plain decoding at the best fixed depth, and at adaptive depth."""
     body = read_results(RESULTS / "spec_cpu.json")
     machine, versions = body["machine"], body["versions"]
     note = (
-        f"Times plain decoding: best fixed depth, then adaptive depth. Recorded {body['date'][:10]} on {machine['cores']} cores "
+        f"Times plain decoding: best fixed depth, then adaptive depth.{spec_controls(body['controls'])} Recorded {body['date'][:10]} on {machine['cores']} cores "
         f"({machine['cpu']}), torch {versions['torch']}, float32, greedy, by `{body['command']}`. Bounds and every figure: "
         "[spec_cpu.json](book/results/spec_cpu.json)."
     )
@@ -232,7 +245,8 @@ def spec_cpu() -> str:
 def spec_h200() -> str:
     """The same on published shapes, where a coin accepts the drafts."""
     body = read_results(RESULTS / "spec_h200.json")
-    return f"{spec_rows(body['rows'])}\n\nTimes plain decoding: best fixed depth, then adaptive depth. {gpu_note('spec_h200')}"
+    note = f"Times plain decoding: best fixed depth, then adaptive depth.{spec_controls(body['controls'])} {gpu_note('spec_h200')}"
+    return f"{spec_rows(body['rows'])}\n\n{note}"
 
 
 def card() -> str:
@@ -254,7 +268,12 @@ def card() -> str:
                 f"{100 * evaluation['sums']['exact']:.2f} %",
             ]
         )
-    return markdown(["model", "parameters", "active", *domains, "sums exact"], rows)
+    taken, named = (cards["draft"]["evaluation"][key] for key in ("acceptance", "agreement"))
+    note = (
+        f"Of quintet-draft's tokens quintet-moe would accept {taken['english']:.0%} on English and {taken['python']:.0%} on Python at "
+        f"temperature 1; of what it writes greedily itself, the draft names {named['english']:.0%} and {named['python']:.0%}."
+    )
+    return f"{markdown(['model', 'parameters', 'active', *domains, 'sums exact'], rows)}\n\n{note}"
 
 
 def core_loop() -> str:

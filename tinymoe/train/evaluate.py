@@ -81,6 +81,22 @@ def acceptance_rate(
 
 
 @torch.inference_mode()
+def agreement_rate(
+    target: Logits, draft: Logits, stream: np.ndarray, *, texts: int = 16, given: int = 32, tokens: int = 48
+) -> float:
+    """Share of the target's own tokens, decoded greedily, that the draft names when it has seen all before them: what greedy
+    speculation keeps of its first drafts. `texts` beginnings of `given` tokens, evenly spaced over the stream, are each
+    continued for `tokens` tokens."""
+    given = min(given, len(stream))
+    starts = np.linspace(0, len(stream) - given, texts).astype(int)
+    ids = torch.from_numpy(np.stack([stream[s : s + given] for s in starts]).astype(np.int64))
+    for _ in range(tokens):
+        ids = torch.cat((ids, target(ids)[:, -1:].argmax(-1).to(ids.device)), dim=1)
+    named = draft(ids[:, :-1])[:, given - 1 :].argmax(-1).to(ids.device)
+    return (named == ids[:, given:]).double().mean().item()
+
+
+@torch.inference_mode()
 def sums_exact(logits: Logits, tokenizer: Tokenizer, problems: Problems, *, batch: int = 256) -> np.ndarray:
     """Boolean [n]: greedy decoding from `a+b=` gives exactly the digits of the answer and a line end."""
     prompts = [tokenizer.encode(p, add_special_tokens=False).ids for p in problems.prompts()]

@@ -59,6 +59,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of moe.json, draft.json and dense.json, the train.json of each run; other JSON files there are "
         "trials (default: keep what the cards say about training)",
     )
+    add(
+        "--only",
+        nargs="+",
+        choices=MODELS,
+        default=list(MODELS),
+        metavar="MODEL",
+        help="measure these anew (moe and dense only with draft); the others keep their cards' figures, if these are of the "
+        "same weights",
+    )
     add("--problems", type=int, default=2000, help="number of held-out sums")
     add("--threads", type=int, default=torch.get_num_threads(), help="torch threads")
 
@@ -94,6 +103,18 @@ def describe(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
     }
 
 
+def kept_evaluation(folder: Path, description: dict[str, Any]) -> dict[str, Any]:
+    """What the card in `folder` says was measured. Raises ConfigError if that was of other weights."""
+    path = folder / CARD
+    require(path.is_file(), f"{folder.name}/{CARD} not found, so its figures cannot be kept: measure it, too")
+    card = json.loads(path.read_text(encoding="utf-8"))
+    require(
+        card["weights"]["sha256"] == description["weights"]["sha256"],
+        f"{folder.name}/{CARD} is of other weights than lie there: measure {folder.name}, too",
+    )
+    return card["evaluation"]
+
+
 def folder_bytes(folder: Path) -> int:
     """Size of a model's files without its card, which is written afterwards."""
     return sum(p.stat().st_size for p in folder.iterdir() if p.is_file() and p.name not in (CARD, PAGE))
@@ -108,24 +129,32 @@ def run(arguments: argparse.Namespace) -> int:
     valid = encode_corpus(tokenizer, arguments.corpus, "valid", TEXT_DOMAINS, workers=1)
     for domain, stream in valid.items():
         data[domain] |= {"valid_tokens": len(stream), "valid_bytes": int(lengths[stream].sum())}
-    judges = {name: Judge(folder) for name, folder in folders.items()}
-    found = evaluations(judges, tokenizer, valid, trained["moe"]["weights"], arguments.problems)
     about = {name: describe(folder) for name, folder in folders.items()}
+    only = [name for name in MODELS if name in arguments.only]
+    kept = {name: kept_evaluation(folders[name], about[name][1]) for name in MODELS if name not in only}
+    require("draft" in only, "--only needs draft: it is measured against moe, whose figures would be missing")
+    judges = {name: Judge(folders[name]) for name in dict.fromkeys([*only, "moe"])}
+    found = kept | evaluations(judges, tokenizer, valid, trained["moe"]["weights"], arguments.problems, only)
     wanted = targets(
         found, about["draft"][0].num_parameters(), sum(folder_bytes(folder) for folder in folders.values())
     )
     measured = {
-        "command": "tinymoe bench card --corpus DIR",
+        "command": " ".join(
+            ["tinymoe bench card --corpus DIR", *(["--only", *only] if len(only) < len(MODELS) else [])]
+        ),
         "how": HOW,
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "machine": machine(),
         "versions": versions(["transformers", "tokenizers", "safetensors"]),
     }
     for name, (_, description) in about.items():
-        card = {**description, "training": trained[name], "evaluation": {**measured, **found[name]}}
+        evaluation = found[name] if name in kept else {**measured, **found[name]}
+        card = {**description, "training": trained[name], "evaluation": evaluation}
         if name == "moe":
-            card["control"] = {"name": "quintet-dense", **found["dense"]}
-            card["draft"] = {"name": "quintet-draft", "acceptance": found["draft"]["acceptance"]}
+            figures = {k: found["dense"][k] for k in ("bits_per_byte", "sums")}
+            card["control"] = {"name": "quintet-dense", **figures}
+            card["draft"] = {"name": "quintet-draft"}
+            card["draft"] |= {key: found["draft"][key] for key in ("acceptance", "agreement")}
             card["targets"] = wanted
         card["data"] = data
         (folders[name] / CARD).write_text(

@@ -110,6 +110,12 @@ def results(card: dict[str, Any]) -> str:
             "\nSampling acceptance of quintet-draft's tokens by quintet-moe (mean of Σ min(p, q), temperature 1, nothing "
             f"truncated): {shares}.\n"
         )
+    if "agreement" in draft:
+        shares = ", ".join(f"{domain} {number(share)}" for domain, share in draft["agreement"].items())
+        text += (
+            "\nGreedy agreement: the share of what quintet-moe writes greedily, 48 tokens from each of 16 beginnings of 32 tokens "
+            f"of the held-out text, that quintet-draft names when it has seen all before: {shares}.\n"
+        )
     machine, versions = own["machine"], own["versions"]
     return text + (
         f"\nMeasured by `{own['command']}` on {own['date'][:10]}: {own['how']}. Sums by greedy decoding. "
@@ -160,6 +166,13 @@ def training(card: dict[str, Any]) -> str:
         f"{domain} {weight:g} ({t['epochs'][domain]:.1f} times)" for domain, weight in t["weights"].items()
     )
     text += f"Weights of the domains, and how often each one's text was seen: {seen}.\n"
+    if "corpus_share" in t:
+        shares = ", ".join(f"{domain} {share:.0%}" for domain, share in t["corpus_share"].items())
+        text += (
+            f"\nOf each domain's characters named below, this run had a part, in whole documents: {shares}.\n"
+        )
+    if t.get("temperature", 1.0) != 1.0:
+        text += f"\nTarget and draft were compared at temperature {t['temperature']:g}, which favours the likeliest tokens.\n"
     if "written" in t:
         w = t["written"]
         text += (

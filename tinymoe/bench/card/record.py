@@ -51,7 +51,8 @@ def training(run: Mapping[str, Any], trials: list[Mapping[str, Any]]) -> dict[st
         "balance": config["balance"] if run["model"] == "moe" else None,
         "weights": run["weights"],
         "epochs": run["epochs"],
-        **({"written": run["written"]} if run.get("written") else {}),
+        **{key: run[key] for key in ("written", "corpus_share") if run.get(key)},
+        **({"temperature": config["temperature"]} if "temperature" in config else {}),
         "loss": "distillation, nats per token"
         if run["model"] == "draft"
         else "cross-entropy, nats per token",

@@ -209,6 +209,8 @@ GROUP = (
     "requests",
     "draft",
     "forced_acceptance",
+    "draft_layers",
+    "draft_cost",
 )  # rows alike in these differ in depth only
 
 

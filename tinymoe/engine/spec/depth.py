@@ -13,7 +13,7 @@ import numpy as np
 
 MEMORY = 8  # times remembered for each number of tokens; their lower quartile counts: a clock errs upwards
 GAIN = 1.03  # a change of depth must promise 3 % more tokens per second
-REST, LONGEST_REST = 24, 384  # steps between two looks at whether speculation would pay, while it does not
+REST, LONGEST_REST = 24, 96  # steps between two looks at whether speculation would pay, while it does not
 FADE = 0.93  # weight of an examined draft against the next one: easy and hard stretches of a text take turns
 WORTH_A_TRY = (
     0.8  # of plain decoding's speed must be promised before a number of requests not met before is tried
