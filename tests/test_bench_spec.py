@@ -132,7 +132,7 @@ def test_rows_of_random_weights_and_their_twin():
 
 
 @pytest.mark.parametrize("apart", [True, False])
-def test_random_tokens_visit_as_many_experts_as_independent_choices(tmp_path, apart):
+def test_random_tokens_visit_nearly_as_many_experts_as_independent_choices(tmp_path, apart):
     """n tokens, k of E experts each: E (1 - (1 - k/E)^n) in expectation; without distinct embeddings far fewer."""
     shape = {**SHAPE, "num_experts": 32, "num_experts_per_tok": 4, "hidden_size": 256}
     one = load_model(synthetic.write_folder(shape, tmp_path), "auto", "cpu", "dummy")

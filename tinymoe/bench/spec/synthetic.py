@@ -2,10 +2,11 @@
 synthetic.
 
 Drafts are random tokens, which cost nothing, or a stated share of a plain step for each place of the draft; or those in
-place of what a dense model with random weights says, which is run like any draft model. The target verifies them in earnest, with all experts that they route to, and samples behind each; then a seeded coin, not the target,
-says how many stay. So times are those of real verification, and what the text would have been is not asked. Random tokens
-through random routers visit about as many distinct experts as independent choices would (given `tell_apart`); tokens of a
-text visit fewer.
+place of what a dense model with random weights says, which is run like any draft model. The target verifies them in
+earnest, with all experts that they route to, and samples behind each; then a seeded coin, not the target, says how many
+stay. So times are those of real verification, and what the text would have been is not asked. Random tokens of one sequence,
+through random routers, visit fewer distinct experts than independent choices would, but (given `tell_apart`) many more than
+one token; how many is in the rows.
 """
 
 import json
