@@ -162,6 +162,28 @@ def test_no_more_experts_are_predicted_than_there_are():
     assert steps.experts(np.array([8, 16, 1000])).tolist() == [32, 40, 40]
 
 
+@pytest.mark.parametrize("seen", [1, 2, 8])
+@pytest.mark.parametrize("most", [1, 4])
+def test_one_number_of_tokens_is_enough_to_choose(seen, most):
+    """A budget that every step fills leaves one point to fit: choices are made all the same, and sound ones."""
+    depth = Depth(most)
+    depth._trials, depth._met = [], set(range(9))
+    for _ in range(5):
+        depth.steps.observe(seen, 3.0, 0.01)
+    for requests in (1, 2, 5):
+        depths = depth.choose([0.6] * requests, [most] * requests)
+        assert len(depths) == requests
+        assert all(0 <= d <= most for d in depths)
+
+
+def test_costs_are_told_for_any_shape():
+    steps, n = taught(), np.array([[1, 2, 3], [4, 9, 17]])
+    for known in (steps, CostModel(), taught(sizes=(8,))):
+        for told in (known.experts, known.seconds):
+            assert told(n).shape == n.shape
+            assert told(n).ravel().tolist() == pytest.approx(told(n.ravel()).tolist())
+
+
 def test_good_news_is_believed_at_once():
     """One time below the line of all others was possible; one above it may be the clock's."""
     for factor, least, most in ((0.5, 0.45, 0.6), (2.0, 1.1, 1.7)):

@@ -282,6 +282,16 @@ def test_logprobs_under_rejection_sampling_are_those_of_the_model():
     assert one.metrics.accepted_tokens > 0
 
 
+@pytest.mark.parametrize("how", SPECS)
+@pytest.mark.parametrize("seats", [1, 2, 8])
+def test_adaptive_depth_lives_with_steps_that_prompts_and_decodes_fill(how, seats):
+    """No token is ever left for a draft, so that nothing but steps of one size is seen."""
+    one = guessing("moe", how, spec={"adaptive": True}, max_num_batched_tokens=seats, max_num_seqs=seats)
+    for turn in range(3):
+        add_all(one, "moe", prefix=f"{turn}-")
+        check_all(finish(one), "moe", prefix=f"{turn}-")
+
+
 def test_requests_with_and_without_drafts_share_a_batch():
     one = guessing("moe", "draft")
     add_all(one, "moe", prefix="none-", num_speculative_tokens=0)

@@ -90,16 +90,16 @@ class CostModel:
         self._off = np.where(off < 0, off, off * count / (count + 2))
 
     def experts(self, n: np.ndarray) -> np.ndarray:
-        """U(n): measured, between measurements on a line, beyond them with the last slope in log n."""
+        """U(n), for n of any shape: measured, between measurements on a line, beyond them with the last slope in log n."""
         if len(self._n) < 2:
-            return np.full(len(n), self._u[0] if len(self._u) else 0.0)
+            return np.full(n.shape, self._u[0] if len(self._u) else 0.0)
         x, known = np.log(n), np.log(self._n)
         slope = max(0.0, self._u[-1] - self._u[-2]) / (known[-1] - known[-2])
         u = np.interp(x, known, self._u) + slope * np.maximum(0, x - known[-1])
         return np.minimum(u, self.most_experts)
 
     def seconds(self, n: np.ndarray) -> np.ndarray:
-        """Predicted, for numbers of tokens [M]. What has been measured is known better than the line through it tells."""
+        """Predicted, for numbers of tokens of any shape. What has been measured is known better than the line through it tells."""
         line = self.a + self.b * self.experts(n) + self.c * n
         if not len(self._n):
             return line
