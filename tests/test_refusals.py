@@ -155,7 +155,7 @@ OPTIONS = [
     ({"dtype": None}, "dtype must be"),
     ({"skip_tokenizer_init": "no"}, "skip_tokenizer_init must be True or False, got 'no'"),
     ({"max_model_len": 1}, "max_model_len must be None or an int of at least 2, got 1"),
-    ({"num_blocks": 10**12}, "the KV cache does not fit: 1000000000000 blocks of 16 tokens x 24576 bytes a block = 22888183.6 GiB, the memory"),
+    ({"num_blocks": 10**12}, "the KV cache does not fit: 1000000000000 blocks of 16 tokens x 16384 bytes a block = 15258789.1 GiB, the memory"),
     ({"kv_cache_bytes": 10**15}, "lower kv_cache_bytes"),
     ({"block_size": 10**12}, "lower block_size"),
     ({"max_num_seqs": 10**11}, "the block tables do not fit: max_num_seqs (100000000000) x 128 blocks of a sequence x 4 bytes"),
