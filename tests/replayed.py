@@ -2,9 +2,11 @@
 replays on a GPU, with garbage where a bucket has rows to spare. Everything but the capture itself is tried with it.
 """
 
+import random
 from types import SimpleNamespace
 
 import torch
+from tiny_models import GREEDY, alone, cases, finish, seeded, tokens_of
 
 from tinymoe import ops
 from tinymoe.engine.engine import Engine
@@ -74,3 +76,27 @@ def with_graphs(one: Engine, buckets=BUCKETS) -> Engine:
         drafter = one.spec.proposer.drafter
         drafter.graphs = Replayed(drafter, width, list(buckets), one.spec.most)
     return one
+
+
+def check_any_order(one: Engine, name: str, r: random.Random, depths: tuple = (None,)) -> None:
+    """What a request gets depends on nothing but itself: requests of many kinds come, run for some steps and are aborted, and
+    all that are left get the plain loop's tokens. Afterwards every page is free."""
+    out, wanted, aborted = {}, {}, set()
+    for n in range(10):
+        i = r.randrange(len(cases(name)))
+        kind, depth = r.choice(["greedy", "seeded", "logprobs"]), r.choice(depths)
+        params = {"greedy": GREEDY, "seeded": seeded(i), "logprobs": GREEDY.clone(logprobs=1)}[kind]
+        one.add_request(str(n), cases(name)[i].prompt, params.clone(num_speculative_tokens=depth))
+        wanted[str(n)] = alone(name, i, i) if kind == "seeded" else cases(name)[i].answer
+        for _ in range(r.randrange(4)):
+            out |= {o.request_id: o for o in one.step()}
+        if r.random() < 0.25:
+            victim = str(r.randrange(n + 1))
+            if one.abort_request(victim) is not None:
+                aborted.add(victim)
+    out |= finish(one)
+    for key, answer in wanted.items():
+        if key not in aborted:
+            assert tokens_of(out[key]) == [answer], key
+    assert one.blocks.pool.num_free == one.blocks.pool.num_blocks
+    assert not one.blocks.pool.refs.any()

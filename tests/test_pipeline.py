@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replayed import BUCKETS, with_graphs
+from replayed import BUCKETS, check_any_order, with_graphs
 from tiny_models import GREEDY, NAMES, NEW, alone, cases, engine, finish, seeded, tokens_of
 
 from tinymoe.core.params import SamplingParams
@@ -126,26 +126,7 @@ def test_any_order_of_arrivals_aborts_and_steps(data):
         block_size=data.draw(st.sampled_from([1, 3, 16])),
         max_num_batched_tokens=data.draw(st.sampled_from([8, 64])),
     )
-    r = random.Random(data.draw(st.integers(0, 999)))
-    out, wanted, aborted = {}, {}, set()
-    for n in range(10):
-        i = r.randrange(len(cases(name)))
-        kind = r.choice(["greedy", "seeded", "logprobs"])
-        params = {"greedy": GREEDY, "seeded": seeded(i), "logprobs": GREEDY.clone(logprobs=1)}[kind]
-        one.add_request(str(n), cases(name)[i].prompt, params)
-        wanted[str(n)] = alone(name, i, i) if kind == "seeded" else cases(name)[i].answer
-        for _ in range(r.randrange(4)):
-            out |= {o.request_id: o for o in one.step()}
-        if r.random() < 0.25:
-            victim = str(r.randrange(n + 1))
-            if one.abort_request(victim) is not None:
-                aborted.add(victim)
-    out |= finish(one)
-    for key, answer in wanted.items():
-        if key not in aborted:
-            assert tokens_of(out[key]) == [answer], key
-    assert one.blocks.pool.num_free == one.blocks.pool.num_blocks
-    assert not one.blocks.pool.refs.any()
+    check_any_order(one, name, random.Random(data.draw(st.integers(0, 999))))
 
 
 def test_a_step_ahead_that_fails_to_start_can_be_repeated(monkeypatch):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replayed import with_graphs
+from replayed import check_any_order, with_graphs
 from test_spec_exactness import ENGINES, SPECS, add_all, check_all, guessing
-from tiny_models import GREEDY, alone, cases, engine, finish, model, seeded, tokens_of
+from tiny_models import GREEDY, cases, engine, finish, model, seeded, tokens_of
 
 from tinymoe.core.params import SamplingParams
 
@@ -124,26 +124,7 @@ def test_any_order_of_arrivals_aborts_and_steps(data):
         block_size=data.draw(st.sampled_from([1, 3, 16])),
         max_num_batched_tokens=data.draw(st.sampled_from([8, 64])),
     )
-    r = random.Random(data.draw(st.integers(0, 999)))
-    out, wanted, aborted = {}, {}, set()
-    for n in range(8):
-        i = r.randrange(len(cases(name)))
-        kind, depth = r.choice(["greedy", "seeded", "logprobs"]), r.choice([None, 0, 1, 2])
-        params = {"greedy": GREEDY, "seeded": seeded(i), "logprobs": GREEDY.clone(logprobs=1)}[kind]
-        one.add_request(str(n), cases(name)[i].prompt, params.clone(num_speculative_tokens=depth))
-        wanted[str(n)] = alone(name, i, i) if kind == "seeded" else cases(name)[i].answer
-        for _ in range(r.randrange(4)):
-            out |= {o.request_id: o for o in one.step()}
-        if r.random() < 0.25:
-            victim = str(r.randrange(n + 1))
-            if one.abort_request(victim) is not None:
-                aborted.add(victim)
-    out |= finish(one)
-    for key, answer in wanted.items():
-        if key not in aborted:
-            assert tokens_of(out[key]) == [answer], key
-    assert one.blocks.pool.num_free == one.blocks.pool.num_blocks
-    assert not one.blocks.pool.refs.any()
+    check_any_order(one, name, random.Random(data.draw(st.integers(0, 999))), (None, 0, 1, 2))
 
 
 def test_experts_of_every_token_come_back():

@@ -152,7 +152,7 @@ def speculation(options: SpeculativeConfig, m: EngineMetrics) -> str:
         return said + "nothing was drafted."
     said += f"{m.draft_tokens} drafted, {m.accepted_tokens} accepted, in {m.verify_steps} of {count(m.steps, 'step')}"
     said += ", as many as seemed to pay. " if options.adaptive else ". "
-    saved = count(m.accepted_tokens, "pass").replace("passs", "passes")
+    saved = f"{m.accepted_tokens} pass{'es' * (m.accepted_tokens != 1)}"
     coupled = options.method == "ngram" or options.acceptance == "coupled"
     same = "are those" if coupled else "are distributed as those"
     return (

@@ -1,5 +1,5 @@
 // W6: rows are sequences, columns are steps; each cell says what ran. Draws model.get("frame"), made by
-// tinymoe.lab.frames.schedule; runs under anywidget in JupyterLab and, with a stand-in for the model, in a static page.
+// tinymoe.lab.frames.steps.schedule; runs under anywidget in JupyterLab and, with a stand-in for the model, in a static page.
 const h = (tag, attrs = {}, ...kids) => {
   const e = document.createElement(tag);
   for (const k in attrs) if (attrs[k] != null) e.setAttribute(k, attrs[k]);
