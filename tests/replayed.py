@@ -3,6 +3,7 @@ replays on a GPU, with garbage where a bucket has rows to spare. Everything but 
 """
 
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -11,17 +12,27 @@ from tiny_models import GREEDY, alone, cases, finish, seeded, tokens_of
 from tinymoe import ops
 from tinymoe.engine.engine import Engine
 from tinymoe.engine.forward.graphs import DecodeGraphs, Graph
+from tinymoe.engine.forward.passes import DraftGraphs
 from tinymoe.engine.forward.runner import PagedAttend
 from tinymoe.engine.spec.speculator import Speculator
 
 BUCKETS = (1, 2, 5, 24)
 
 
+class Attend(PagedAttend):
+    """Slot -1 stores nothing, as with the GPU's kernels."""
+
+    def __call__(self, layer, q_TNH, k_TGH, v_TGH):
+        stored = self.slots >= 0
+        self.storage.write(layer, self.slots[stored], k_TGH[stored], v_TGH[stored])
+        return self.stored(layer, q_TNH)
+
+
 class Replayed(DecodeGraphs):
     """DecodeGraphs whose graphs are functions. owner: the Runner or ModelDrafter whose model runs."""
 
-    def __init__(self, owner, width: int, buckets: list[int], under_way: int = 2):
-        super().__init__(lambda *_: (torch.zeros(0), None), buckets, width, torch.device("cpu"), under_way)
+    def __init__(self, owner, width: int, buckets: list[int], *passes: int):
+        super().__init__(lambda *_: (torch.zeros(0), None), buckets, width, torch.device("cpu"), *passes)
         self.owner, self.recorder = owner, getattr(owner, "recorder", None)
         self.launched = self.followed = 0
         config = owner.model.config
@@ -49,23 +60,49 @@ class Replayed(DecodeGraphs):
         slots = x.slots[:n].long()
         if sink is not None:
             sink.begin(slots)
-        attend = PagedAttend(slots, plans, owner.storage, owner.windows)
+        attend = Attend(slots, plans, owner.storage, owner.windows)
         logits.fill_(torch.nan)
         logits[:n] = owner.model(x.token_ids[:n].long(), x.positions[:n].long(), attend, sink)
-        if ids_LTK is not None:
+        if ids_LTK is not None and sink is not None:
             ids_LTK.fill_(-1)
             ids_LTK[:, :n] = sink.stacked()
         ids, best = ops.sample(logits[:n], x.temperature[:n], x.seeds[:n], x.next_positions[:n].long())
         drawn.fill_(torch.nan)
         drawn[:, :n] = torch.stack((ids.double(), best.double()))
 
-    def launch(self, rows, tables):
+    def start(self, staged, rows, tables):
         self.launched += 1
-        self.followed += rows.token_ids is None
-        return super().launch(rows, tables)
+        self.followed += rows.token_ids is None and rows.source is None
+        return super().start(staged, rows, tables)
 
-    def _mark(self):
+    def mark(self):
         return SimpleNamespace(synchronize=lambda: None)
+
+
+class ReplayedPasses(Replayed, DraftGraphs):
+    """DraftGraphs, likewise."""
+
+    def __init__(self, owner, width: int, buckets: list[int], passes: int):
+        super().__init__(owner, width, buckets, passes)
+        self.further = {bucket: partial(self._go_on, bucket) for bucket in buckets}
+
+    @torch.inference_mode()
+    def _replay(self, bucket, logits, drawn, ids_LTK):
+        self.told[0, :bucket].copy_(self.inputs.token_ids[:bucket])
+        self.inputs.turn.zero_()
+        super()._replay(bucket, logits, drawn, ids_LTK)
+        self.note(bucket, drawn.nan_to_num())
+
+    @torch.inference_mode()
+    def _go_on(self, bucket):
+        x = self.inputs
+        self.advance()
+        x.num_valid[0] = int((x.context_lens[:bucket] > 0).sum())
+        drawn = torch.zeros(2, bucket, dtype=torch.float64)
+        logits = torch.zeros(bucket, self.owner.model.config.vocab_size)
+        super()._replay(bucket, logits, drawn, None)
+        self.followed += 1
+        self.note(bucket, drawn.nan_to_num())
 
 
 def with_graphs(one: Engine, buckets=BUCKETS) -> Engine:
@@ -74,7 +111,7 @@ def with_graphs(one: Engine, buckets=BUCKETS) -> Engine:
     one.runner.graphs = Replayed(one.runner, width, list(buckets))
     if isinstance(one.spec, Speculator) and one.spec.proposer.drafter is not None:
         drafter = one.spec.proposer.drafter
-        drafter.graphs = Replayed(drafter, width, list(buckets), one.spec.most)
+        drafter.graphs = ReplayedPasses(drafter, width, list(buckets), one.spec.most)
     return one
 
 

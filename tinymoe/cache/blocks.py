@@ -186,10 +186,11 @@ class BlockManager:
     def rollback(self, kept: dict[int, int]) -> None:
         """Drafts were rejected: of the sequence with this id only tokens before kept[id] stay. Blocks of this step that hold
         none of them go back, newest first, as if never taken. `settle` then counts its own token, `advance` the drafts."""
-        gone = [e for e in self._log if e[1] >= self.blocks_for(kept.get(e[0].seq_id, 1 << 62))]
-        for entry in reversed(gone):
-            self._undo(*entry)
-        self._log = [entry for entry in self._log if entry not in gone]
+        goes = [e[1] >= self.blocks_for(kept.get(e[0].seq_id, 1 << 62)) for e in self._log]
+        for entry, gone in zip(reversed(self._log), reversed(goes)):
+            if gone:
+                self._undo(*entry)
+        self._log = [entry for entry, gone in zip(self._log, goes) if not gone]
         for i, (seq, start, stop, samples) in enumerate(self._chunks):
             if (keep := kept.get(seq.seq_id)) is not None:
                 self._chunks[i] = Chunk(seq, start, seq.num_tokens, samples)
@@ -197,10 +198,11 @@ class BlockManager:
                     src = f"{__name__}:BlockManager.rollback#draft-rejected"
                     self.trace.emit("undo", src, seq=seq.seq_id, start=keep, stop=stop)
 
-    def advance(self, seq: Sequence) -> None:
-        """The newest token of `seq` was an accepted draft: it has been computed already."""
-        computed = seq.num_computed_tokens = seq.num_computed_tokens + 1
-        self.index([Chunk(seq, computed - 1, computed, True)])
+    def advance(self, seq: Sequence, count: int) -> None:
+        """So many tokens of `seq` before its newest were accepted drafts: they have been computed already."""
+        computed = seq.num_computed_tokens
+        seq.num_computed_tokens += count
+        self.index([Chunk(seq, computed, computed + count, True)])
 
     def undo(self) -> None:
         """Take back every block of this step, newest first: tables, counts and free list are as before `reserve`."""
@@ -293,8 +295,7 @@ class BlockManager:
 
 
 def _spans(chunks: Seq[Chunk]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    n = len(chunks)
-    rows = np.fromiter((c[0].row for c in chunks), dtype=np.int64, count=n)
-    starts = np.fromiter((c[1] for c in chunks), dtype=np.int64, count=n)
-    stops = np.fromiter((c[2] for c in chunks), dtype=np.int64, count=n)
+    # Lists, not generators: one that is left before its end is closed by the collector, which would swallow a Ctrl-C.
+    columns = [chunk.seq.row for chunk in chunks], [c.start for c in chunks], [c.stop for c in chunks]
+    rows, starts, stops = (np.array(column, dtype=np.int64) for column in columns)
     return rows, starts, stops

@@ -16,9 +16,9 @@ class RequestMetrics:
     num_generation_tokens: int = 0
     num_preemptions: int = 0
 
-    def count_token(self) -> None:
-        """One more token has come, now."""
-        self.num_generation_tokens += 1
+    def count_tokens(self, tokens: int) -> None:
+        """So many more tokens have come, now."""
+        self.num_generation_tokens += tokens
         self.last_token_time = time.monotonic()
         if self.first_token_time is None:
             self.first_token_time = self.last_token_time
@@ -80,6 +80,22 @@ class EngineMetrics:
     def start(self) -> None:
         """Start the stopwatch of a step."""
         self._mark = time.perf_counter()
+
+    def count_tokens(self, request: RequestMetrics, tokens: int) -> None:
+        """So many more tokens of one request have come, now."""
+        self.generation_tokens += tokens
+        request.count_tokens(tokens)
+
+    def count_drafts(self, drafted_at: list[int], accepted_at: list[int]) -> None:
+        """drafted_at[k] sequences had k drafts verified; accepted_at[k] kept k of theirs."""
+        self.draft_tokens += sum(k * n for k, n in enumerate(drafted_at))
+        kept = sum(k * n for k, n in enumerate(accepted_at))
+        self.accepted_tokens += kept
+        self.verifications += sum(drafted_at)
+        self.verified_tokens += kept + sum(accepted_at)
+        for i in range(len(self.drafts_at)):  # drafts longer than i have an i-th place
+            self.drafts_at[i] += sum(drafted_at[i + 1 :])
+            self.accepted_at[i] += sum(accepted_at[i + 1 :])
 
     def lap(self, part: str) -> None:
         """Add the time since the last mark to `<part>_seconds`."""

@@ -152,11 +152,11 @@ class SamplingParams:
             require(all(math.isfinite(v) for v in bias.values()), "logit_bias values must be finite")
             put("logit_bias", bias)
 
-    @property
+    @cached_property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
-    @property
+    @cached_property
     def heat(self) -> float:
         """The temperature, 0 if it means argmax."""
         return 0.0 if self.greedy else self.temperature

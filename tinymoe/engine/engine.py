@@ -24,11 +24,11 @@ from tinymoe.engine.intake import Intake, RequestError, Text, check_id
 from tinymoe.engine.report import Reporter, totals
 from tinymoe.engine.routes import RouteRecorder
 from tinymoe.engine.sampling import Sampled, Sampler
-from tinymoe.engine.sampling.draws import draws_of, sample_draws
-from tinymoe.engine.sampling.ends import ending
+from tinymoe.engine.sampling.ends import ending, uneventful
+from tinymoe.engine.sampling.plain import Plain, Run
 from tinymoe.engine.scheduler import Scheduler
 from tinymoe.engine.spec.proposer import Proposer, check_speculation
-from tinymoe.engine.spec.speculator import Clock, Plain, Run, Speculator
+from tinymoe.engine.spec.speculator import Clock, Speculator
 from tinymoe.model.decoder import Decoder
 
 
@@ -166,10 +166,8 @@ class Engine:
                     rests = self.spec.rests(step.batch.chunks)
                     self._ahead = self.pipeline.follow(step) if rests else None
                     self.metrics.lap("forward")
-                    draws = draws_of(step.batch)
                     with section.interruptible(not step.settled):
-                        sampled = sample_draws(self.sampler, step.forward, draws, self.eos_token_ids)
-                        runs = self.spec.judge(draws, sampled, step.forward.logits)
+                        runs = self.spec.draw(self.sampler, step.batch, step.forward, self.eos_token_ids)
                     self.metrics.lap("sample")
                 except BaseException:
                     self._ahead = step if step and step.settled else None  # what is booked comes again
@@ -186,9 +184,9 @@ class Engine:
         chunks = self.scheduler.schedule()
         self.metrics.lap("schedule")
         with section.interruptible():
-            self.spec.propose(chunks)
+            pending = self.spec.propose(chunks)
             self.metrics.lap("draft")
-            return self.pipeline.start(chunks)
+            return self.pipeline.start(chunks, pending)
 
     # After the forward pass
 
@@ -245,9 +243,14 @@ class Engine:
 
     def _append_run(self, seq: Sequence, tokens: list[Sampled]) -> None:
         """Accepted drafts and one more token, as if each had come in a step of its own; what is behind an end is dropped."""
+        if not self.trace.on and uneventful(seq, tokens, self.eos_token_ids, self.max_model_len):
+            seq.token_ids += [one.token for one in tokens]
+            self.metrics.count_tokens(seq.request.metrics, len(tokens))
+            self.blocks.advance(seq, len(tokens) - 1)
+            return
         for i, one in enumerate(tokens):
             if i:
-                self.blocks.advance(seq)
+                self.blocks.advance(seq, 1)
             seq.request.error = seq.request.error or one.error
             if seq.request.error is None:
                 self._append(seq, one)
@@ -258,8 +261,7 @@ class Engine:
         """One more token, which may be the last."""
         token, request = one.token, seq.request
         seq.token_ids.append(token)
-        self.metrics.generation_tokens += 1
-        request.metrics.count_token()
+        self.metrics.count_tokens(request.metrics, 1)
         if one.logprob is not None:
             seq.cumulative_logprob += one.logprob
         if one.logprobs is not None:
@@ -267,8 +269,7 @@ class Engine:
         if self.trace.on:
             at, src = seq.num_tokens - 1, f"{__name__}:Engine._append#caught-up"
             self.trace.emit("sample", src, request=request.number, seq=seq.seq_id, position=at, token=token)
-        end = ending(seq, self.eos_token_ids, self.max_model_len)
-        if end is not None:
+        if end := ending(seq, self.eos_token_ids, self.max_model_len):
             self._finish(seq, *end)
 
     def _finish(self, seq: Sequence, reason: str, src: str) -> None:

@@ -18,7 +18,7 @@ from tinymoe.bench.gpu.e2e.models import MODELS, Workload, prompts_of
 from tinymoe.bench.gpu.moe import ceilings
 from tinymoe.bench.results import write_results
 from tinymoe.bench.spec import synthetic
-from tinymoe.bench.spec.measure import Arm, Timed, against_best, interleave, room, summary
+from tinymoe.bench.spec.measure import Arm, Runs, against_best, decode, interleave, room, summary
 from tinymoe.bench.spec.options import (
     DRAFTS,
     TARGETS,
@@ -116,7 +116,7 @@ def speculation(kind: str, adaptive: bool, most: int) -> dict[str, Any]:
 
 
 def rows_of(
-    runs: dict[str, list[Timed]],
+    runs: dict[str, Runs],
     arms: list[Arm],
     labels: dict[str, dict[str, Any]],
     about: dict[str, Any],
@@ -128,7 +128,7 @@ def rows_of(
     weight = model.norm.weight
     rows = []
     for arm in arms[1:]:
-        measured = summary(runs[arm.name], runs["plain"], layers)
+        measured = summary(*runs[arm.name], layers)
         rows.append({
             "target": "moe" if layers else "dense", **about, **labels[arm.name], "depth": arm.depth,
             "adaptive": arm.depth is None, **measured, "tokens": tokens_of(a, about["requests"]), "mode": "greedy",
@@ -157,9 +157,8 @@ def run_synthetic(a: argparse.Namespace, shapes: dict[str, dict[str, Any]]) -> l
                 draft = None
                 if a.draft_layers:
                     small = synthetic.draft_config(config, a.draft_layers)
-                    draft = load_model(
-                        synthetic.write_folder(small, folder / "draft"), "auto", device, "dummy"
-                    )
+                    there = synthetic.write_folder(small, folder / "draft")
+                    draft = synthetic.tell_apart(load_model(there, "auto", device, "dummy"), a.seed + 1)
                 model = synthetic.tell_apart(load_model(folder, "auto", device, "dummy"), a.seed)
                 rows += run_shape(label, model, draft, a)
                 gc.collect()
@@ -194,7 +193,7 @@ def run_shape(
         for n, sets in cells.items():
             tokens, most = tokens_of(a, n), options["max_model_len"]
             if a.draft_cost:
-                step = interleave([plain], sets[:1], tokens, most)["plain"][0]
+                step = decode(plain, sets[0], tokens, most)
                 synthetic.set_draft_cost(engines, a.draft_cost * step.seconds / step.steps)
             runs = interleave(arms, sets, tokens, most)
             about = {"model": label, "domain": "random", "requests": n, "synthetic": True}

@@ -68,9 +68,10 @@ def room(prompts: list[list[int]], tokens: int, depth: int) -> int:
     return max(map(len, prompts)) + (depth + 1) * (tokens + 2)
 
 
-def decode(arm: Arm, prompts: list[list[int]], tokens: int, most: int) -> Timed:
+def decode(arm: Arm, prompts: list[list[int]], tokens: int, most: int, seed: int = 0) -> Timed:
     """Run the prompts, greedily, from a cold prefix cache, until len(prompts) * tokens tokens have been timed. most: the
-    longest sequence that the engine has pages for, in tokens."""
+    longest sequence that the engine has pages for, in tokens. seed: of the first request, one more for each other; only a
+    coin (tinymoe.bench.spec.synthetic) asks for it."""
     engine = arm.engine
     engine.reset_prefix_cache()
     outbox: deque = deque()
@@ -78,9 +79,9 @@ def decode(arm: Arm, prompts: list[list[int]], tokens: int, most: int) -> Timed:
     metrics, routes = engine.metrics, engine.routes
     first = metrics.generation_tokens
     ids = [f"spec-{i}" for i in range(len(prompts))]
-    for request_id, prompt in zip(ids, prompts):
+    for i, (request_id, prompt) in enumerate(zip(ids, prompts)):
         params = SamplingParams(
-            temperature=0, max_tokens=most - len(prompt), ignore_eos=True, detokenize=False,
+            temperature=0, max_tokens=most - len(prompt), ignore_eos=True, detokenize=False, seed=seed + i,
             num_speculative_tokens=arm.depth if arm.speculates else None,
         )  # fmt: skip
         engine.add_request(request_id, prompt, params, outbox=outbox, final_only=True)
@@ -130,26 +131,60 @@ def _reading(engine: Engine) -> bool:
     return any(seq.num_tokens == seq.num_prompt_tokens for seq in everybody)
 
 
-def interleave(
-    arms: list[Arm], sets: list[list[list[int]]], tokens: int, most: int
-) -> dict[str, list[Timed]]:
-    """Runs of every arm by its name, one for each set of prompts. All arms run a set in turn, in one direction and back, so
-    that whatever else the machine does falls on all; before that each warms up (fixed depths in short, but adaptive depth
-    learns from it)."""
+class Runs(NamedTuple):
+    """Runs of one arm, one for each set of prompts, and what plain decoding did with the same prompts right before and after
+    each of them, as one run."""
+
+    own: list[Timed]
+    plain: list[Timed]
+
+
+BESIDE = 2  # arms between two runs of plain decoding
+
+
+def interleave(arms: list[Arm], sets: list[list[list[int]]], tokens: int, most: int) -> dict[str, Runs]:
+    """Runs of every arm by its name; the first arm is plain decoding. All arms run a set in turn, in one direction and back,
+    with plain decoding before and after every two of them: a machine drifts, and what is compared should stand side by
+    side. Before that each warms up (fixed depths in short, but adaptive depth learns from it)."""
+    plain, *others = arms
     for arm in arms:
         learns = arm.speculates and arm.depth is None
         decode(arm, sets[0], tokens if learns else max(1, tokens // 4), most)
-    runs: dict[str, list[Timed]] = {arm.name: [] for arm in arms}
+    runs = {arm.name: Runs([], []) for arm in others}
     for i, prompts in enumerate(sets):
-        for arm in arms[:: 1 - 2 * (i % 2)]:
-            runs[arm.name].append(decode(arm, prompts, tokens, most))
+        turn, seed = others[:: 1 - 2 * (i % 2)], i * len(prompts)
+        after = decode(plain, prompts, tokens, most, seed)
+        for start in range(0, len(turn), BESIDE):
+            part, before = turn[start : start + BESIDE], after
+            for arm in part:
+                runs[arm.name].own.append(decode(arm, prompts, tokens, most, seed))
+            after = decode(plain, prompts, tokens, most, seed)
+            for arm in part:
+                runs[arm.name].plain.append(together(before, after))
     return runs
+
+
+def together(a: Timed, b: Timed) -> Timed:
+    """Two runs of one arm with the same prompts as one."""
+    summed = (
+        "seconds",
+        "tokens",
+        "whole_seconds",
+        "whole_tokens",
+        "steps",
+        "draft_s",
+        "verify_s",
+        "plain_s",
+        "experts",
+    )
+    return a._replace(**{name: getattr(a, name) + getattr(b, name) for name in summed})
 
 
 def summary(runs: list[Timed], plain: list[Timed], layers: int) -> dict[str, Any]:
     """The measured part of a row. layers: how many of the target's have experts.
 
-    tok_s, plain_tok_s, bound_tok_s: medians; speedup and bound_share: quotients of runs side by side, with quartiles.
+    tok_s, plain_tok_s, bound_tok_s: medians; speedup: tok_s over that of plain decoding beside it, and bound_share: over the
+    bound of the same run, both with quartiles.
     acceptance: drafts kept per draft; acceptance_at: the same for each place. distinct_experts: visited in one layer by one
     step (null without experts). draft_ms, verify_ms: of one step, as a mean; steps without drafts verify nothing but
     count. same_as_plain: share of requests whose tokens are plain decoding's as far as both go.
@@ -184,21 +219,26 @@ def _places(runs: list[Timed]) -> tuple[list[list[int]], list[list[int]]]:
 
 def against_best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """How adaptive depth compares to the better of no speculation and the best fixed depth, for each group of rows that
-    differ in depth only; and how near the fastest arm comes to its bound."""
+    differ in depth only; and how near the fastest arm comes to its bound.
+
+    Compared are times plain decoding, each against plain runs beside it. The best of several depths that were measured with
+    noise is a little too good. placebo: depth 0, which should be plain decoding, if it was measured.
+    """
     found = []
     for group in dict.fromkeys(map(group_of, rows)):
         mine = [row for row in rows if group_of(row) == group]
         best, free = best_fixed(mine), [row for row in mine if row["adaptive"]]
         if best is None or not free:
             continue
-        off = best["plain_tok_s"] >= best["tok_s"]
+        times = best["speedup"]["median"]
         found.append({
             "what": "adaptive depth over the better of plain and the best fixed depth",
             **{key: best.get(key) for key in GROUP},
-            "best_depth": 0 if off else best["depth"],
-            "ratio": free[0]["tok_s"] / max(best["tok_s"], best["plain_tok_s"]),
-            "best_speedup": best["tok_s"] / best["plain_tok_s"],
+            "best_depth": best["depth"] if times > 1 else 0,
+            "ratio": free[0]["speedup"]["median"] / max(1.0, times),
+            "best_speedup": times,
             "best_of_its_bound": best["bound_share"]["median"],
+            "placebo": next((row["speedup"]["median"] for row in mine if row["depth"] == 0), None),
         })  # fmt: skip
     return found
 
@@ -220,4 +260,4 @@ def group_of(row: dict[str, Any]) -> tuple:
 
 def best_fixed(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The fastest row of a fixed depth above 0; None if there is none."""
-    return max((row for row in rows if row["depth"]), key=lambda row: row["tok_s"], default=None)
+    return max((row for row in rows if row["depth"]), key=lambda row: row["speedup"]["median"], default=None)

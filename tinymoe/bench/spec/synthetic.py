@@ -1,12 +1,12 @@
 """Speculation with acceptance by decree, for models whose weights are random and would accept nothing: every row is marked
 synthetic.
 
-Drafts are random tokens, which cost nothing, or a stated share of a plain step for each place of the draft; or those in
-place of what a dense model with random weights says, which is run like any draft model. The target verifies them in
-earnest, with all experts that they route to, and samples behind each; then a seeded coin, not the target, says how many
-stay. So times are those of real verification, and what the text would have been is not asked. Random tokens of one sequence,
-through random routers, visit fewer distinct experts than independent choices would, but (given `tell_apart`) many more than
-one token; how many is in the rows.
+Drafts are random tokens, which cost nothing, or a stated share of a plain step for each place of the draft; or what a dense
+model with random weights says, which is run like any draft model. The target verifies them in earnest, with all experts that
+they route to, and samples behind each; then a seeded coin, not the target, says how many stay. So times are those of real
+verification, and what the text would have been is not asked. The coin of a place in a text is the same at every depth, so
+that all depths have the same luck. Random tokens of one sequence, through random routers, visit fewer distinct experts than
+independent choices would, but (given `tell_apart`) many more than one token; how many is in the rows.
 """
 
 import json
@@ -24,8 +24,10 @@ from tinymoe.core.sequence import Chunk, Sequence
 from tinymoe.engine.engine import Engine
 from tinymoe.engine.sampling import Sampled
 from tinymoe.engine.sampling.draws import Draw
+from tinymoe.engine.sampling.plain import Run
 from tinymoe.engine.spec.proposer import Proposer
-from tinymoe.engine.spec.speculator import Run, Speculator
+from tinymoe.engine.spec.speculator import Speculator
+from tinymoe.engine.spec.verify import leading_runs
 from tinymoe.model.decoder import Decoder
 
 
@@ -51,32 +53,39 @@ class RandomDrafts(Proposer):
 
 
 class CoinSpeculator(Speculator):
-    """Keeps each draft with chance `rate`, up to the first that is not kept."""
+    """Keeps each draft with chance `rate`, up to the first that is not kept. Coins belong to the seed of a request and to
+    places in its text."""
 
     def __init__(self, engine: Engine, drafts: Proposer, rate: float, seed: int):
         self.drafts = drafts
         super().__init__(engine.config, drafts, engine.routes, engine.metrics, engine.max_model_len)
-        self.rate, self.coins = rate, np.random.default_rng((seed, 1))
-        self.noise = np.random.default_rng((seed, 2))
+        self.rate, self.seed = rate, seed
+        self._coins: dict[int, np.ndarray] = {}
 
-    def propose(self, chunks: Seq[Chunk]) -> None:
-        """What random weights say is one token again and again, which would visit few experts: any tokens take its place."""
-        super().propose(chunks)
-        if self._verifying is not None and self.drafts.drafter is not None:
-            vocab = self.drafts.drafter.model.config.vocab_size
-            for seq in self._proposed:
-                seq.draft_token_ids = self.noise.integers(0, vocab, len(seq.draft_token_ids)).tolist()
+    def coins(self, seq: Sequence) -> np.ndarray:
+        """[max_model_len] in [0, 1): one for each place of its text."""
+        if seq.seed not in self._coins:
+            generator = np.random.default_rng((self.seed, 1, seq.seed))
+            self._coins[seq.seed] = generator.random(self.max_model_len)
+        return self._coins[seq.seed]
 
     @torch.inference_mode()
     def judge(self, draws: list[Draw], sampled: list[Sampled], logits_RV: Tensor | None) -> list[Run]:
-        runs, i = [], 0
-        while i < len(draws):
-            seq, drafts = draws[i].seq, draws[i].seq.draft_token_ids
-            lost = np.flatnonzero(self.coins.random(len(drafts)) >= self.rate)
-            kept = int(lost[0]) if len(lost) else len(drafts)
-            runs.append(Run(seq, draws[i].index, [*map(Sampled, drafts[:kept]), sampled[i + kept]]))
-            i += len(drafts) + 1
+        first = [draw for draw in draws if not draw.ahead]
+        runs, at = [], 0
+        for draw, kept in zip(first, self._tossed([draw.seq for draw in first])):
+            seq, drafts = draw.seq, draw.seq.draft_token_ids
+            runs.append(Run(seq, draw.index, [*map(Sampled, drafts[:kept]), sampled[at + kept]]))
+            at += len(drafts) + 1
         return runs
+
+    def _kept(self, chunks: Seq[Chunk], drafts: list[list[int]], tokens: list[int]) -> list[int]:
+        return self._tossed([chunk.seq for chunk in chunks])
+
+    def _tossed(self, seqs: list[Sequence]) -> list[int]:
+        """How many drafts of each sequence the coins keep."""
+        coins = [self.coins(seq)[seq.num_tokens :][: len(seq.draft_token_ids)] for seq in seqs]
+        return leading_runs(np.concatenate(coins) < self.rate, list(map(len, coins)))
 
 
 def guessing_engine(
@@ -96,7 +105,8 @@ def tell_apart(model: Decoder, seed: int) -> Decoder:
     """Give every token an embedding of N(0, 1). Returns the model.
 
     With weights of 0.02 an embedding is small beside what attention adds, which is nearly the same for all tokens of a
-    sequence: they would all be routed alike, and a verification would visit hardly more experts than one token.
+    sequence: they would all be routed alike, and a verification would visit hardly more experts than one token; and a draft
+    would say one token again and again.
     """
     weight = model.embed.weight
     generator = torch.Generator(weight.device).manual_seed(seed)

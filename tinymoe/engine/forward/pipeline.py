@@ -10,6 +10,7 @@ from tinymoe.cache.blocks import BlockManager
 from tinymoe.core.config import EngineConfig
 from tinymoe.core.sequence import Chunk, Sequence
 from tinymoe.engine.forward.batch import Batch
+from tinymoe.engine.forward.passes import Pending
 from tinymoe.engine.forward.runner import Forward, Runner
 from tinymoe.engine.routes import RouteRecorder
 from tinymoe.engine.scheduler import Scheduler
@@ -45,10 +46,14 @@ class Pipeline:
         self.routes = routes
         self.max_model_len = max_model_len
 
-    def start(self, chunks: list[Chunk]) -> Step:
-        """Run these chunks, whose blocks are reserved. On a GPU it returns before they have run."""
+    def start(self, chunks: list[Chunk], pending: Pending | None) -> Step:
+        """Run these chunks, whose blocks are reserved; pending: their drafts, if they are still to come. On a GPU it returns
+        before they have run."""
         batch = Batch.build(chunks, self.blocks)
-        return Step(batch, self.runner.run(batch, self.blocks))
+        if pending is not None and not self.runner.flies(batch):
+            pending.land()
+            batch, pending = Batch.build(chunks, self.blocks), None
+        return Step(batch, self.runner.run(batch, self.blocks, pending))
 
     def follow(self, step: Step) -> Step | None:
         """Book this step and start the next one behind it, if what that will be does not depend on this one's tokens."""

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from tinymoe.cache.storage import KVStorage
 from tinymoe.core.config import EngineConfig
 from tinymoe.engine.forward.batch import Batch
 from tinymoe.engine.forward.graphs import DecodeGraphs, Flight, Inputs, Rows, buckets_up_to
+from tinymoe.engine.forward.passes import Pending
 from tinymoe.engine.routes import RouteRecorder
 from tinymoe.model.decoder import Decoder
 from tinymoe.model.moe import MoE
@@ -84,11 +86,12 @@ class Runner:
             self.graphs = graphs
 
     @torch.inference_mode()
-    def run(self, batch: Batch, blocks: BlockManager) -> Forward:
-        """Copy the blocks that are about to diverge, then one forward pass over a batch whose blocks are reserved."""
+    def run(self, batch: Batch, blocks: BlockManager, pending: Pending | None = None) -> Forward:
+        """Copy the blocks that are about to diverge, then one forward pass over a batch whose blocks are reserved.
+        pending: its drafts, if they are still to come; only a captured graph (see `flies`) can take them."""
         self.storage.copy_blocks(blocks.copies)
         if self.flies(batch):
-            return self._fly(batch, blocks, follow=False)
+            return self._fly(batch, blocks, batch.token_ids.numpy(), pending)
         batch = batch.to(self.device)
         self.recorder.begin(batch.slots, batch)
         plans = {
@@ -111,13 +114,23 @@ class Runner:
     def follow(self, batch: Batch, blocks: BlockManager) -> Forward:
         """One more step of the same sequences behind the one that runs: its tokens are those that one draws."""
         self.storage.copy_blocks(blocks.copies)
-        return self._fly(batch, blocks, follow=True)
+        return self._fly(batch, blocks)
 
-    def _fly(self, batch: Batch, blocks: BlockManager, follow: bool) -> Forward:
+    def _fly(
+        self,
+        batch: Batch,
+        blocks: BlockManager,
+        token_ids: np.ndarray | None = None,
+        pending: Pending | None = None,
+    ) -> Forward:
         assert self.graphs is not None
-        seqs = [chunk.seq for chunk in batch.chunks for _ in range(chunk.start, chunk.stop)]
-        token_ids = None if follow else batch.token_ids.numpy()
-        rows = Rows(seqs, token_ids, blocks.positions(), blocks.place())
+        seqs, counts = [c.seq for c in batch.chunks], [c.stop - c.start for c in batch.chunks]
+        rows = Rows.of(seqs, counts, token_ids, blocks.positions(), blocks.place())
+        if pending is not None:
+            there = [at for seq in seqs for at in pending.places(seq)]
+            rows = rows._replace(drawn_in=there, source=pending.source)
+            if -1 not in there:
+                rows = rows._replace(token_ids=None)
         flight = self.graphs.launch(rows, blocks.tables)
         self.recorder.take(flight.ids_LTK)
         return Forward(flight.logits, flight)

@@ -58,6 +58,14 @@ def draws_of(batch: Batch) -> list[Draw]:
     return draws
 
 
+def drawn_tokens(batch: Batch, forward: Forward) -> list[int] | None:
+    """The tokens of a step that a captured graph has drawn, one a row, if they are all that is wanted and all is well."""
+    if forward.flight is None or not all(chunk.seq.request.params.plain for chunk in batch.chunks):
+        return None
+    ids, best = forward.flight.wait()
+    return ids.astype(np.int64).tolist() if np.isfinite(best).all() else None
+
+
 @torch.inference_mode()
 def sample_draws(
     sampler: Sampler, forward: Forward, draws: list[Draw], eos_token_ids: Seq[int]

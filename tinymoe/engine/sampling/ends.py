@@ -3,6 +3,20 @@
 from collections.abc import Sequence as Seq
 
 from tinymoe.core.sequence import Sequence
+from tinymoe.engine.sampling.sampler import Sampled
+
+
+def uneventful(seq: Sequence, run: Seq[Sampled], eos_token_ids: Seq[int], max_model_len: int) -> bool:
+    """Whether these tokens surely end nothing, and nothing but their ids is to be kept: then they need no look one by one."""
+    params, limit = seq.request.params, max_model_len
+    if seq.text is not None or params.logprobs is not None:
+        return False
+    if params.max_tokens is not None:
+        limit = min(limit, seq.num_prompt_tokens + params.max_tokens)
+    stops = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
+    return seq.num_tokens + len(run) < limit and not any(
+        one.error is not None or one.token in stops for one in run
+    )
 
 
 def ending(seq: Sequence, eos_token_ids: Seq[int], max_model_len: int) -> tuple[str, str] | None:

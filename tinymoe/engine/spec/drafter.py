@@ -15,7 +15,8 @@ from tinymoe.cache.storage import KVStorage
 from tinymoe.core.config import EngineConfig
 from tinymoe.core.sequence import Sequence
 from tinymoe.engine.forward.batch import Span
-from tinymoe.engine.forward.graphs import DecodeGraphs, Inputs, Rows, buckets_up_to
+from tinymoe.engine.forward.graphs import Inputs, Rows, buckets_up_to
+from tinymoe.engine.forward.passes import DraftGraphs, Pending
 from tinymoe.engine.forward.runner import PagedAttend, can_capture
 from tinymoe.model.decoder import Decoder
 from tinymoe.model.moe import MoE
@@ -54,7 +55,7 @@ class ModelDrafter:
         self.max_tokens = max_tokens
         self.windows = [layer.sliding_window for layer in model.config.layers]
         self.caught_up = 0  # tokens beyond the newest one that the last draft had to compute first
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: DraftGraphs | None = None
 
     @torch.inference_mode()
     def capture(self, config: EngineConfig, depth: int) -> None:
@@ -64,7 +65,7 @@ class ModelDrafter:
             rows = min(
                 2 * config.max_num_seqs, self.max_tokens
             )  # a draft that was kept whole leaves two to be read
-            graphs = DecodeGraphs(self._decode, buckets_up_to(rows), width, device, depth)
+            graphs = DraftGraphs(self._decode, buckets_up_to(rows), width, device, depth)
             graphs.capture(set(self.windows), width * self.blocks.block_size, self.model.invariant)
             self.graphs = graphs
 
@@ -86,19 +87,23 @@ class ModelDrafter:
         part = np.where(whole < needed, filled[np.arange(len(seqs)), np.minimum(whole, needed - 1)], 0)
         return np.minimum(whole * size + part, newest).tolist()
 
-    def mark(self, seq: Sequence, num_tokens: int) -> None:
-        """The first num_tokens tokens of `seq`, all of them verified, have KV here."""
-        if self.own:
-            size, table = self.blocks.block_size, self.blocks.tables[seq.row]
-            full, rest = divmod(num_tokens, size)
-            self.blocks.drafted[table[:full]] = size
-            if rest:
-                self.blocks.drafted[table[full]] = max(rest, self.blocks.drafted[table[full]])
+    def mark(self, seqs: Seq[Sequence], counts: Seq[int]) -> None:
+        """The first counts[i] tokens of seqs[i], all of them verified, have KV here."""
+        if not self.own or not seqs:
+            return
+        full, rest = np.divmod(counts, self.blocks.block_size)
+        tables = self.blocks.tables[[seq.row for seq in seqs], : full.max() + 1]
+        drafted = self.blocks.drafted
+        drafted[tables[np.arange(tables.shape[1]) < full[:, None]]] = self.blocks.block_size
+        begun = np.flatnonzero(rest)
+        at = tables[begun, full[begun]]
+        drafted[at] = np.maximum(rest[begun], drafted[at])
 
     @torch.inference_mode()
-    def draft(self, counts: dict[Sequence, int], choose: Choose, *, drawn: bool = False) -> None:
+    def draft(self, counts: dict[Sequence, int], choose: Choose, *, drawn: bool = False) -> Pending | None:
         """Append counts[seq] tokens to draft_token_ids of every sequence; their blocks are reserved. choose(seqs, logits
-        [S, V]) picks one each; drawn: it would pick what a captured graph draws, so that nobody needs to look in between."""
+        [S, V]) picks one each; drawn: it would pick what a captured graph draws, so that nobody needs to look: the drafts
+        may still be on their way then."""
         if not self.own:  # blocks that diverge in this step are read before the step itself copies them
             self.storage.copy_blocks(self.blocks.copies)
         at = dict(zip(counts, self.computed(list(counts))))
@@ -106,8 +111,7 @@ class ModelDrafter:
         self._catch_up(at)
         parts = [(seq, at[seq], seq.token_ids[at[seq] :]) for seq in counts]
         if drawn and self._flies(parts):
-            self._chain(counts, parts)
-            return
+            return self._chain(counts, parts)
         while parts:
             seqs = [seq for seq, _, _ in parts]
             tokens = choose(seqs, self._run(parts))
@@ -117,40 +121,37 @@ class ModelDrafter:
                 drafts.append(token)
                 if len(drafts) < counts[seq]:
                     parts.append((seq, seq.num_tokens + len(drafts) - 1, [token]))
+        return None
 
     def _flies(self, parts: Parts) -> bool:
         tokens = sum(len(tokens) for _, _, tokens in parts)
         return self.graphs is not None and self.graphs.bucket_for(tokens) is not None
 
-    def _chain(self, counts: dict[Sequence, int], parts: Parts) -> None:
+    def _chain(self, counts: dict[Sequence, int], parts: Parts) -> Pending:
         """All passes at once: each takes its tokens where the one before has drawn them."""
         assert self.graphs is not None
-        tables, size = self.blocks.tables, self.blocks.block_size
         rows, last = self._rows(parts)
-        seqs = list(counts)
-        passes = [(seqs, last, self.graphs.launch(rows, tables))]
-        for ahead in range(1, max(counts.values())):
-            on = [i for i, seq in enumerate(seqs) if counts[seq] > ahead]
-            drawn_in = [last[i] for i in on]
-            seqs, last = [seqs[i] for i in on], list(range(len(on)))
-            where = np.array([seq.num_tokens - 1 + ahead for seq in seqs])
-            blocks = tables[[seq.row for seq in seqs], where // size].astype(np.int64)
-            rows = Rows(seqs, None, where, blocks * size + where % size, drawn_in)
-            passes.append((seqs, last, self.graphs.launch(rows, tables)))
-        for seqs, last, flight in passes:
-            drawn = flight.wait()[0].tolist()
-            for seq, row in zip(seqs, last):
-                seq.draft_token_ids.append(int(drawn[row]))
+        seqs, size = list(counts), self.blocks.block_size
+        wanted_S, newest_S = np.array(list(counts.values())), np.array([seq.num_tokens - 1 for seq in seqs])
+        ahead_P1 = np.arange(1, wanted_S.max())[:, None]
+        where_PS = newest_S + np.minimum(ahead_P1, wanted_S - 1)
+        blocks_PS = self.blocks.tables[[seq.row for seq in seqs], where_PS // size].astype(np.int64)
+        slots_PS = np.where(ahead_P1 < wanted_S, blocks_PS * size + where_PS % size, -1)
+        if len(rows.positions) > len(seqs):  # the newest tokens come first, arrears behind them
+            order = np.concatenate([last, np.setdiff1d(np.arange(len(rows.positions)), last)])
+            rows = rows.ordered(order)
+        return self.graphs.chain(seqs, wanted_S.tolist(), rows, where_PS, slots_PS, self.blocks.tables)
 
     def _rows(self, parts: Parts) -> tuple[Rows, list[int]]:
         """The tokens of these parts as rows, and which of them are the last of each."""
         size = self.blocks.block_size
-        seqs = [seq for seq, _, tokens in parts for _ in tokens]
+        seqs, lengths = [seq for seq, _, _ in parts], [len(tokens) for _, _, tokens in parts]
         ids = np.array([token for _, _, tokens in parts for token in tokens])
         where = np.concatenate([np.arange(start, start + len(tokens)) for _, start, tokens in parts])
-        blocks = self.blocks.tables[[seq.row for seq in seqs], where // size].astype(np.int64)
-        last = np.cumsum([len(tokens) for _, _, tokens in parts]) - 1
-        return Rows(seqs, ids, where, blocks * size + where % size), last.tolist()
+        tables = np.repeat([seq.row for seq in seqs], lengths)
+        blocks = self.blocks.tables[tables, where // size].astype(np.int64)
+        rows = Rows.of(seqs, lengths, ids, where, blocks * size + where % size)
+        return rows, (np.cumsum(lengths) - 1).tolist()
 
     def _catch_up(self, at: dict[Sequence, int]) -> None:
         """Long arrears in steps of max_tokens, so that no draft takes more memory than a step of the engine."""
@@ -172,7 +173,7 @@ class ModelDrafter:
             assert self.graphs is not None
             logits = self.graphs.launch(rows, self.blocks.tables).logits
             return logits if len(last) == len(logits) else logits[torch.tensor(last, device=logits.device)]
-        size, device, T = self.blocks.block_size, self.storage.kv.device, len(rows.sequences)
+        size, device, T = self.blocks.block_size, self.storage.kv.device, len(rows.positions)
         spans = []
         for (seq, start, tokens), end in zip(parts, last):
             stop = start + len(tokens)

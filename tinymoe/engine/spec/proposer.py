@@ -12,6 +12,7 @@ from tinymoe.core.config import EngineConfig
 from tinymoe.core.model_config import brief, require
 from tinymoe.core.sequence import Sequence
 from tinymoe.core.trace import Trace
+from tinymoe.engine.forward.passes import Pending
 from tinymoe.engine.sampling import Row, Sampler
 from tinymoe.engine.sampling.draws import Draw
 from tinymoe.engine.sampling.logits import apply_edits
@@ -74,13 +75,14 @@ class Proposer:
         found = self._found[seq] = self.lookup.propose(seq, limit)
         return len(found)
 
-    def propose(self, counts: dict[Sequence, int]) -> None:
-        """counts[seq] tokens for each of these sequences, whose blocks are reserved."""
+    def propose(self, counts: dict[Sequence, int]) -> Pending | None:
+        """counts[seq] tokens for each of these sequences, whose blocks are reserved; what comes back is still to land."""
+        pending = None
         if self.drafter is None:
             for seq, count in counts.items():
                 seq.draft_token_ids = self._found[seq][:count]
         else:
-            self.drafter.draft(counts, self._choose, drawn=self._drawn(counts))
+            pending = self.drafter.draft(counts, self._choose, drawn=self._drawn(counts))
         if self.trace.on:
             src = f"{__name__}:Proposer.propose#what-the-draft-would-say"
             for seq in counts:
@@ -90,16 +92,18 @@ class Proposer:
                     self.trace.emit(
                         "draft", src, seq=seq.seq_id, position=position, token=token, q=millionths(q)
                     )
+        return pending
 
     @property
     def caught_up(self) -> int:
         """Tokens that the last proposal had to compute before it began."""
         return 0 if self.drafter is None else self.drafter.caught_up
 
-    def keep(self, seq: Sequence, accepted: int) -> None:
-        """So many drafts of `seq` stay; the last one proposed has not been run by the draft."""
+    def keep(self, accepted: dict[Sequence, int]) -> None:
+        """So many drafts of these sequences stay; the last one proposed has not been run by the draft."""
         if self.drafter is not None:
-            self.drafter.mark(seq, seq.num_tokens + min(accepted, len(seq.draft_token_ids) - 1))
+            counts = [s.num_tokens + min(kept, len(s.draft_token_ids) - 1) for s, kept in accepted.items()]
+            self.drafter.mark(list(accepted), counts)
 
     def _drawn(self, seqs: Iterable[Sequence]) -> bool:
         """Whether drafts are what a captured graph draws: without edits, and with the noise of plain decoding."""

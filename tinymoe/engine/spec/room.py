@@ -12,12 +12,11 @@ def with_drafts(chunks: list[Chunk], budget: int, blocks: BlockManager) -> list[
     """
     if not any(chunk.seq.num_drafts for chunk in chunks):
         return chunks
-    budget -= sum(chunk.stop - chunk.start for chunk in chunks)
+    own, drafts = (sum(c.stop - c.start for c in chunks), sum(c.seq.num_drafts for c in chunks))
+    budget -= own
     free, size = blocks.pool.num_free, blocks.block_size
-    # One more for each chunk that begins in the midst of a block, one for a copy of that.
-    if free < sum(
-        2 + blocks.blocks_for(c.stop - c.start) + blocks.blocks_for(c.seq.num_drafts) for c in chunks
-    ):
+    # At most: begun blocks, one more for each chunk that begins in the midst of one, one for a copy of that.
+    if free < 4 * len(chunks) + (own + drafts) // size:
         free = blocks.room(chunks)
         if free < 0:
             return chunks

@@ -3,8 +3,10 @@
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from operator import eq
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,40 +14,20 @@ from tinymoe.core.config import EngineConfig
 from tinymoe.core.metrics import EngineMetrics
 from tinymoe.core.sequence import Chunk, Sequence
 from tinymoe.engine.forward.batch import Batch
+from tinymoe.engine.forward.passes import Pending
 from tinymoe.engine.routes import RouteRecorder
 from tinymoe.engine.sampling import Sampled, gather_logprobs
 from tinymoe.engine.sampling.draws import Draw, draws_of
-from tinymoe.engine.spec.depth import Acceptance, Depth
+from tinymoe.engine.sampling.plain import Plain, Run
+from tinymoe.engine.spec.depth import Depth
+from tinymoe.engine.spec.estimates import Acceptance
 from tinymoe.engine.spec.proposer import Proposer, millionths
-from tinymoe.engine.spec.verify import distribution, rejection_sample
+from tinymoe.engine.spec.verify import distribution, leading_runs, rejection_sample
 
 Clock = Callable[[], float]  # seconds
 
 
-class Run(NamedTuple):
-    """What a step brings for one sequence (index: which of the request's n): one token, or accepted drafts and one more."""
-
-    seq: Sequence
-    index: int
-    tokens: list[Sampled]
-
-
-class Plain:
-    """No speculation: one token per draw."""
-
-    def plan(self, running: Seq[Sequence]) -> None: ...
-    def propose(self, chunks: Seq[Chunk]) -> None: ...
-    def settle(self, runs: list[Run], batch: Batch, logits_RV: Tensor | None) -> None: ...
-    def finish(self, chunks: Seq[Chunk], tokens: int, followed: bool) -> None: ...
-    def undo(self) -> None: ...
-    def rests(self, chunks: Seq[Chunk]) -> bool:
-        return True
-
-    def judge(self, draws: list[Draw], sampled: list[Sampled], logits_RV: Tensor | None) -> list[Run]:
-        return [Run(draw.seq, draw.index, [one]) for draw, one in zip(draws, sampled)]
-
-
-class Speculator:
+class Speculator(Plain):
     """Proposes and judges. clock: seconds, for the choice of depths.
 
     A step calls plan, propose (its chunks are chosen), judge (its logits are there), settle (it counts) and finish.
@@ -72,6 +54,8 @@ class Speculator:
         self._finished: float | None = None  # when the one before was over
         self._verifying: float | None = None  # when its drafts were there
         self._proposed: list[Sequence] = []  # who got some in this step
+        self._passes = 0  # how many they took
+        self._pending: Pending | None = None  # them, while they are on their way
         self._drafting = 0.0  # seconds that went into them
         self._visited = self._counted = 0  # experts visited in so many steps
         self._due = False  # whether those of this step are to be counted
@@ -84,6 +68,11 @@ class Speculator:
         if self._due and self._counted != self.routes.routed_steps:
             self._count()
         self._began, self._drafting = self.clock(), 0.0
+        if self.adaptive and self.depth.dozes(len(running)) and not any(map(self._is_fixed, running)):
+            for seq in running:
+                seq.num_drafts, seq.draft_token_ids = 0, []
+            self.depth.skip()
+            return
         self.proposer.look_up(running)
         decoding, able, limits, fixed = 0, [], [], 0
         for seq in running:
@@ -121,26 +110,45 @@ class Speculator:
     def _acceptance(self, seq: Sequence) -> Acceptance:
         if seq.acceptance is None:
             seq.acceptance = Acceptance(self.depth.acceptance)
+        if seq.acceptance.at < seq.num_tokens:
+            seq.acceptance.reach(seq.num_tokens)
         return seq.acceptance
 
-    def propose(self, chunks: Seq[Chunk]) -> None:
-        """Fill in draft_token_ids of the sequences whose chunks have room for drafts."""
+    def propose(self, chunks: Seq[Chunk]) -> Pending | None:
+        """Fill in draft_token_ids of the sequences whose chunks have room for drafts; what comes back is still to land."""
         counts = {c.seq: c.stop - c.seq.num_tokens for c in chunks if c.stop > c.seq.num_tokens}
         self._verifying, self.routes.verifying = None, bool(counts)
         if not counts:
-            return
+            return None
         start, self._proposed = self.clock(), list(counts)
-        self.proposer.propose(counts)
+        self._passes = max(counts.values())
+        self._pending = self.proposer.propose(counts)
         self._verifying = self.clock()
         self._drafting = self._verifying - start
-        if self.proposer.caught_up <= 2 * len(counts):
-            self.depth.observe_draft(len(counts), max(counts.values()), self._drafting)
+        return self._pending
 
     # Behind it
 
+    def draw(self, *step: Any) -> list[Run]:
+        """See Plain. The drafts must be there by now: what the host waits for them counts as drafting."""
+        if self._pending is not None:
+            start = self.clock()
+            self._pending.land()
+            self.metrics.lap("draft")
+            waited, self._pending = self.clock() - start, None
+            self._drafting, self._verifying = self._drafting + waited, (self._verifying or 0.0) + waited
+        if self._verifying is not None and self.proposer.caught_up <= 2 * len(self._proposed):
+            self.depth.drafts.observe(len(self._proposed), self._passes, self._drafting)
+        return super().draw(*step)
+
+    @property
+    def wants_logits(self) -> bool:
+        return bool(self.proposer.q)
+
     @torch.inference_mode()
     def judge(self, draws: list[Draw], sampled: list[Sampled], logits_RV: Tensor | None) -> list[Run]:
-        """One Run per sequence (and per answer that begins), from one Sampled per draw."""
+        if self._verifying is None:
+            return super().judge(draws, sampled, logits_RV)
         runs: list[Run] = []
         drawn: list[tuple[Run, list[Draw]]] = []
         i = 0
@@ -161,6 +169,25 @@ class Speculator:
             assert logits_RV is not None
             self._reject(drawn, logits_RV)
         return runs
+
+    def judge_tokens(self, chunks: Seq[Chunk], tokens: list[int]) -> list[Run]:
+        if self._verifying is None:
+            return super().judge_tokens(chunks, tokens)
+        drafts = [chunk.seq.draft_token_ids for chunk in chunks]
+        behind = np.cumsum([0, *(len(each) + 1 for each in drafts)]).tolist()
+        runs = []
+        for chunk, guessed, start, kept in zip(chunks, drafts, behind, self._kept(chunks, drafts, tokens)):
+            said = [*guessed[:kept], tokens[start + kept]]
+            runs.append(Run(chunk.seq, chunk.seq.index, [*map(Sampled, said)]))
+        return runs
+
+    def _kept(self, chunks: Seq[Chunk], drafts: list[list[int]], tokens: list[int]) -> list[int]:
+        """How many drafts of each chunk are what was drawn in their places."""
+        same, at = [], 0
+        for guessed in drafts:
+            same += map(eq, guessed, tokens[at : at + len(guessed)])
+            at += len(guessed) + 1
+        return leading_runs(np.array(same, dtype=bool), [len(guessed) for guessed in drafts])
 
     def _reject(self, drawn: list[tuple[Run, list[Draw]]], logits_RV: Tensor) -> None:
         """Rejection sampling for these runs; they come with what the model would have said by itself."""
@@ -196,27 +223,27 @@ class Speculator:
         """The step counts: rejected drafts give their pages back; what was drafted is forgotten."""
         if self._verifying is None:
             return
-        kept: dict[int, int] = {}
+        stay: dict[Sequence, int] = {}
         m = self.metrics
         if self.trace.on and logits_RV is not None:
             self._emit(runs, draws_of(batch), logits_RV)
+        drafted_at, accepted_at = np.zeros(self.most + 1, int), np.zeros(self.most + 1, int)
         for run in runs:
             seq, drafted, accepted = run.seq, len(run.seq.draft_token_ids), len(run.tokens) - 1
             if not drafted:
                 continue
-            kept[seq.seq_id] = seq.num_tokens + accepted
-            self.proposer.keep(seq, accepted)
-            for count in (self._acceptance(seq), self.depth.acceptance):
-                count.count(accepted, drafted)
-            m.draft_tokens += drafted
-            m.accepted_tokens += accepted
-            m.verifications += 1
-            m.verified_tokens += len(run.tokens)
-            for i in range(drafted):
-                m.drafts_at[i] += 1
-                m.accepted_at[i] += i < accepted
+            stay[seq] = accepted
+            own = self._acceptance(seq)
+            own.at += len(run.tokens)
+            own.count(accepted, drafted)
+            self.depth.acceptance.count(accepted, drafted)
+            drafted_at[drafted] += 1
+            accepted_at[accepted] += 1
+        self.proposer.keep(stay)
+        for seq in stay:
             seq.draft_token_ids = []
-        self.blocks.rollback(kept)
+        m.count_drafts(drafted_at.tolist(), accepted_at.tolist())
+        self.blocks.rollback({seq.seq_id: seq.num_tokens + accepted for seq, accepted in stay.items()})
         m.verify_steps += 1
         m.verify_seconds += self.clock() - self._verifying
 
@@ -245,7 +272,7 @@ class Speculator:
         """The step broke off: so do its drafts."""
         for seq in self._proposed:
             seq.draft_token_ids = []
-        self._began = self._finished = self._verifying = None
+        self._began = self._finished = self._verifying = self._pending = None
         self.routes.verifying = False
 
     def finish(self, chunks: Seq[Chunk], tokens: int, followed: bool) -> None:
@@ -255,7 +282,7 @@ class Speculator:
         if self.adaptive and began is not None:
             if all(c.samples and c.start >= c.seq.num_prompt_tokens for c in chunks):
                 experts = self._count() if self._due and not followed else None
-                self.depth.steps.observe(tokens, experts, now - began - self._drafting)
+                self.depth.steps.observe(len(chunks), tokens, experts, now - began - self._drafting)
             if followed:
                 self.depth.skip()
         self._began, self._finished, self._verifying, self._drafting = None, now, None, 0.0

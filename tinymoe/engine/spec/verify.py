@@ -8,6 +8,7 @@ and in plain decoding: same options, with drafts counted as history, and a model
 
 from collections.abc import Sequence as Seq
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,15 @@ def uniforms(seeds_D: Tensor, positions_D: Tensor) -> Tensor:
 def leading(kept_SK: Tensor) -> Tensor:
     """int64 [S]: how many drafts stay, all up to the first that is rejected."""
     return kept_SK.long().cumprod(1).sum(1)
+
+
+def leading_runs(kept_D: np.ndarray, counts_S: Seq[int]) -> list[int]:
+    """The same for S sequences with counts_S[s] drafts, one after another in bool [D]."""
+    counts_S1 = np.array(counts_S)[:, None]
+    there_SK = np.arange(max(counts_S, default=0)) < counts_S1
+    kept_SK = np.zeros(there_SK.shape, dtype=bool)
+    kept_SK[there_SK] = kept_D
+    return np.logical_and.accumulate(kept_SK, axis=1).sum(1).tolist()
 
 
 def residual(p_SV: Tensor, q_SV: Tensor) -> Tensor:
