@@ -8,7 +8,8 @@ from tinymoe.core.model_config import ModelConfig
 
 
 class KVStorage:
-    """kv [L, 2, num_blocks, block_size, G, H] in the model's dtype; experts [num_slots + 1, L, K] int16 or None (the last
+    """kv [L, 2, num_blocks, block_size, G, H] in the model's dtype, pages and rows: each layer's keys and values, by block
+    [num_blocks, block_size, G, H] and by slot [num_slots, G, H]; experts [num_slots + 1, L, K] int16 or None (the last
     is where slot -1, padding of a captured graph, writes).
 
     Experts live beside the keys they were computed with, so they survive prefix hits, copies and preemption.
@@ -28,6 +29,10 @@ class KVStorage:
         self.block_size = block_size
         # Never-written slots may be read under a mask: they must hold finite numbers, or 0 · NaN would leak through.
         self.kv = torch.zeros(L, 2, num_blocks, block_size, G, H, dtype=dtype, device=device)
+        self.pages = [
+            (k_cache, v_cache) for k_cache, v_cache in self.kv
+        ]  # views, made once: a step asks often
+        self.rows = [(k_cache.flatten(0, 1), v_cache.flatten(0, 1)) for k_cache, v_cache in self.pages]
         self.experts: Tensor | None = None
         if keep_experts and config.is_moe:
             shape = (num_blocks * block_size + 1, L, config.max_top_k)
@@ -35,9 +40,9 @@ class KVStorage:
 
     def write(self, layer: int, slots_T: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> None:
         """Put one layer's keys and values at their slots [T] int64."""
-        k_cache, v_cache = self.kv[layer].flatten(1, 2)
-        k_cache.index_copy_(0, slots_T, k_TGH)
-        v_cache.index_copy_(0, slots_T, v_TGH)
+        k_rows, v_rows = self.rows[layer]
+        k_rows.index_copy_(0, slots_T, k_TGH)
+        v_rows.index_copy_(0, slots_T, v_TGH)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks (old, new), in order: a block may be copied and then overwritten in one step."""

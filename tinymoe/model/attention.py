@@ -48,17 +48,15 @@ class Attention(nn.Module):
             widths = (H, H) if config.qk_norm == "head" else (N * H, G * H)
             self.q_norm, self.k_norm = (RMSNorm(width, config.rms_norm_eps) for width in widths)
 
-    def forward(self, x_TD: Tensor, cos_TR: Tensor, sin_TR: Tensor, attend: Attend) -> Tensor:
-        """x [T, D] -> [T, D]."""
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """x [T, D] -> [T, D]. cos, sin: of model.layers.Rotary."""
         N, G, H = self.heads
         T = x_TD.shape[0]
         qkv = self.qkv(x_TD)
         if ops.gpu.serves(qkv) and isinstance(attend, PagedStore):
             weights = (None, None) if self.qk_norm is None else (self.q_norm.weight, self.k_norm.weight)
             clip, pages = self.clip_qkv, attend.pages(self.layer)
-            q_TNH, _ = ops.rotate(
-                qkv, cos_TR, sin_TR, self.heads, *weights, eps=self.eps, clip=clip, cache=pages
-            )
+            q_TNH, _ = ops.rotate(qkv, cos, sin, self.heads, *weights, eps=self.eps, clip=clip, cache=pages)
             return self.out(attend.stored(self.layer, q_TNH).view(T, N * H))
         if self.qk_norm == "full":
             q, k, v = qkv.split((N * H, G * H, G * H), dim=-1)
@@ -66,7 +64,7 @@ class Attention(nn.Module):
         if self.clip_qkv is not None:
             qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
         per_head = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm == "head" else (None, None)
-        q_TNH, k_TGH = ops.rotate(qkv, cos_TR, sin_TR, self.heads, *per_head, eps=self.eps)
+        q_TNH, k_TGH = ops.rotate(qkv, cos, sin, self.heads, *per_head, eps=self.eps)
         v_TGH = qkv.view(T, N + 2 * G, H)[:, N + G :]
         o_TNH = attend(self.layer, q_TNH, k_TGH, v_TGH)
         return self.out(o_TNH.reshape(T, N * H))

@@ -30,15 +30,15 @@ class DecoderLayer(nn.Module):
         self,
         x_TD: Tensor,
         delta_TD: Tensor | None,
-        cos_TR: Tensor,
-        sin_TR: Tensor,
+        cos: Tensor,
+        sin: Tensor,
         attend: Attend,
         sink: RouteSink | None,
         num_valid: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """x and what is still to be added to it -> the same after this layer."""
         x_TD, h_TD = self.attn_norm.add(x_TD, delta_TD)
-        x_TD, h_TD = self.mlp_norm.add(x_TD, self.attention(h_TD, cos_TR, sin_TR, attend))
+        x_TD, h_TD = self.mlp_norm.add(x_TD, self.attention(h_TD, cos, sin, attend))
         return x_TD, self.mlp(h_TD, sink, num_valid) if isinstance(self.mlp, MoE) else self.mlp(h_TD)
 
 
@@ -76,9 +76,9 @@ class Decoder(nn.Module):
         """
         delta_TD = None
         x_TD = self.embed(token_ids_T)
-        cos_TR, sin_TR = self.rotary(positions_T)
+        cos, sin = self.rotary(positions_T)
         for layer in self.layers:
-            x_TD, delta_TD = layer(x_TD, delta_TD, cos_TR, sin_TR, attend, sink, num_valid)
+            x_TD, delta_TD = layer(x_TD, delta_TD, cos, sin, attend, sink, num_valid)
         if rows is not None:
             x_TD = x_TD.index_select(0, rows)
             delta_TD = None if delta_TD is None else delta_TD.index_select(0, rows)

@@ -35,6 +35,8 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return ops.linear(input, self.weight, self.bias, self.invariant)
 
+    __call__ = forward  # small and called often: nn.Module's own call looks for hooks first
+
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last axis."""
@@ -50,7 +52,7 @@ class RMSNorm(nn.Module):
     def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """x + delta (x itself if there is nothing to add), and its norm: on a GPU one pass over memory."""
         if delta is None:
-            return x, self(x)
+            return x, ops.rms_norm(x, self.weight, self.eps)
         return ops.add_rms_norm(x, delta, self.weight, self.eps)
 
 
@@ -124,14 +126,20 @@ class Rotary(nn.Module):
         super().__init__()
         self.rope, self.head_dim = rope, head_dim
         self._frequencies: dict[
-            torch.device, tuple[Tensor, float]
+            tuple[torch.device, bool], tuple[Tensor, float]
         ] = {}  # not a buffer: survives meta and dtype casts
 
     def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] int64 -> cos [T, R], sin [T, R], float32."""
-        if positions_T.device not in self._frequencies:
+        """positions [T] int64 -> cos and sin, float32: [T, R] for the kernel, elsewhere [T, 1, 2R] as ops.rotary.rope_pairs
+        takes them."""
+        kernel = ops.gpu.serves(positions_T)
+        key = (positions_T.device, kernel)
+        if key not in self._frequencies:
             freq, factor = rope_frequencies(self.rope, self.head_dim)
-            self._frequencies[positions_T.device] = (freq.to(positions_T.device), factor)
-        freq_R, factor = self._frequencies[positions_T.device]
-        angle_TR = positions_T[:, None].float() * freq_R
-        return angle_TR.cos() * factor, angle_TR.sin() * factor
+            if not kernel:  # both components of each pair: sin(-a) = -sin(a), cos(-a) = cos(a)
+                freq = torch.cat((-freq, freq))[None]
+            self._frequencies[key] = (freq.to(positions_T.device), factor)
+        freq, factor = self._frequencies[key]
+        angle = positions_T.view(-1, *[1] * freq.dim()) * freq
+        cos, sin = angle.cos(), angle.sin()
+        return (cos, sin) if factor == 1 else (cos * factor, sin * factor)

@@ -10,7 +10,8 @@ from tinymoe.ops import gpu, reference, rotary
 from tinymoe.ops import paged_attention as paged
 from tinymoe.ops.noise import TARGET
 from tinymoe.ops.paged_attention import AttentionPlan
-from tinymoe.ops.reference import causal_attention, causal_mask, gather_pages, rope
+from tinymoe.ops.reference import causal_attention, causal_mask, gather_pages
+from tinymoe.ops.rotary import rope
 
 __all__ = [
     "AttentionPlan",

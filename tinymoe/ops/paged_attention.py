@@ -54,6 +54,9 @@ def plan_attention(
     spans: list, block_size: int, window: int | None, device: torch.device | str = "cpu"
 ) -> AttentionPlan:
     """Sort spans (start, stop, context, block table) into padded decode groups and single chunks."""
+    if len(spans) == 1:
+        start, stop, context, blocks = spans[0]
+        return AttentionPlan([], [_chunk(start, stop, context, blocks, window, device)], window, block_size)
     decodes = [(start, context, blocks) for start, stop, context, blocks in spans if stop - start == 1]
     lone, shared = [], []
     for members in _share_calls(decodes):
@@ -90,12 +93,12 @@ def _chunk(
     start: int, stop: int, context: int, blocks: np.ndarray, window: int | None, device: torch.device | str
 ) -> Chunk:
     """blocks: as many as `context` needs, at least."""
-    blocks = blocks.astype(np.int64)
-    first = int(blocks[0]) if len(blocks) and (np.diff(blocks) == 1).all() else None
+    numbers = blocks.tolist()
+    first = numbers[0] if numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers))) else None
     T = stop - start
     plain = T == 1 or (window is None and context == T)  # a prompt from its start needs no mask
     mask = None if plain else causal_mask(T, context, window, device)
-    return Chunk(start, stop, context, torch.from_numpy(blocks).to(device), mask, first)
+    return Chunk(start, stop, context, torch.tensor(numbers, dtype=torch.int64, device=device), mask, first)
 
 
 def _share_calls(decodes: list) -> list[list]:
@@ -115,6 +118,8 @@ def paged_attention(q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Atten
 
     The step's own keys and values are already in the cache.
     """
+    if not plan.groups and len(plan.chunks) == 1:
+        return _attend_chunk(q_TNH, k_cache, v_cache, plan.chunks[0], plan)
     _, N, H = q_TNH.shape
     G = k_cache.shape[2]
     out_TNH = torch.empty_like(q_TNH)
@@ -130,14 +135,20 @@ def paged_attention(q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Atten
         if tokens is None:
             return o.view(S, N, H)
         out_TNH.index_copy_(0, tokens, o.view(S, N, H))
-    for start, stop, context, blocks, mask, first in plan.chunks:
-        k, v = (
-            gather_pages(cache.flatten(0, 1), blocks, plan.block_size, context)
-            if first is None
-            else cache.flatten(0, 1).narrow(0, first * plan.block_size, context)
-            for cache in (k_cache, v_cache)
-        )
-        if stop - start == len(q_TNH):
-            return causal_attention(q_TNH, k, v, window=plan.window, mask_TC=mask)
-        out_TNH[start:stop] = causal_attention(q_TNH[start:stop], k, v, window=plan.window, mask_TC=mask)
+    for chunk in plan.chunks:
+        rows = slice(chunk.start, chunk.stop)
+        out_TNH[rows] = _attend_chunk(q_TNH[rows], k_cache, v_cache, chunk, plan)
     return out_TNH
+
+
+def _attend_chunk(
+    q_TNH: Tensor, k_cache: Tensor, v_cache: Tensor, chunk: Chunk, plan: AttentionPlan
+) -> Tensor:
+    """The queries of one chunk over its own pages."""
+    k, v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    if chunk.first is None:
+        k, v = (gather_pages(rows, chunk.blocks, plan.block_size, chunk.context) for rows in (k, v))
+    else:
+        start = chunk.first * plan.block_size
+        k, v = k.narrow(0, start, chunk.context), v.narrow(0, start, chunk.context)
+    return causal_attention(q_TNH, k, v, window=plan.window, mask_TC=chunk.mask)

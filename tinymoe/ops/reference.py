@@ -208,16 +208,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = torch.addcmul(length.new_full((1,), eps), length, length, value=1 / x.shape[-1]).rsqrt_()
     # Narrow types round once before the weight, as the checkpoints were trained.
-    return (wide * scale).to(x.dtype) * weight
-
-
-def rope(x_TNH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    """Rotate the first 2R of H components: pairs (i, i + R), as Hugging Face checkpoints expect."""
-    R = cos_TR.shape[-1]
-    cos, sin = cos_TR[:, None, :].to(x_TNH.dtype), sin_TR[:, None, :].to(x_TNH.dtype)
-    a, b = x_TNH[..., :R], x_TNH[..., R : 2 * R]
-    turned = (torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin))
-    return torch.cat(turned if x_TNH.shape[-1] == 2 * R else (*turned, x_TNH[..., 2 * R :]), dim=-1)
+    return (wide * scale).type_as(x) * weight
 
 
 def causal_attention(
@@ -234,11 +225,14 @@ def causal_attention(
     What a position must not see cannot change it, not even NaN. mask_TC: causal_mask of these, if it is there already.
     Returns [T, N, H].
     """
-    T, C, N, G = q_TNH.shape[0], k_CGH.shape[0], q_TNH.shape[1], k_CGH.shape[1]
-    if T == 1 and window is not None:
-        k_CGH, v_CGH, window = k_CGH[-window:], v_CGH[-window:], None
-    whole = T == C > 1 and window is None  # a prompt from its start: no mask has to be built
-    if whole or T == 1:
+    (T, N, H), (C, G, _) = q_TNH.shape, k_CGH.shape
+    if T == 1:  # nothing is hidden: query heads that read the same keys are rows of one product
+        if window is not None:
+            k_CGH, v_CGH = k_CGH[-window:], v_CGH[-window:]
+        q_GNH, k_GCH, v_GCH = q_TNH.view(1, G, N // G, H), k_CGH.transpose(0, 1), v_CGH.transpose(0, 1)
+        return F.scaled_dot_product_attention(q_GNH, k_GCH[None], v_GCH[None]).view(1, N, H)
+    whole = T == C and window is None  # a prompt from its start: no mask has to be built
+    if whole:
         mask_TC = None
     elif mask_TC is None:
         mask_TC = causal_mask(T, C, window, q_TNH.device)
@@ -250,7 +244,7 @@ def causal_attention(
         is_causal=whole,
         enable_gqa=N != G,
     )
-    if (mask_TC is None and not whole) or all_finite(out):
+    if all_finite(out):
         return out[0].transpose(0, 1)
     # A mask multiplies by 0, and 0 · NaN is NaN: position by position, with nothing in sight that must not be seen.
     ends = range(C - T + 1, C + 1)

@@ -36,12 +36,11 @@ class PagedAttend:
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Where a kernel puts the layer's keys and values itself."""
-        k_cache, v_cache = self.storage.kv[layer]
-        return k_cache, v_cache, self.slots
+        return *self.storage.pages[layer], self.slots
 
     def stored(self, layer: int, q_TNH: Tensor) -> Tensor:
         """Attend; keys and values are in their slots."""
-        k_cache, v_cache = self.storage.kv[layer]
+        k_cache, v_cache = self.storage.pages[layer]
         return ops.paged_attention(q_TNH, k_cache, v_cache, self.plans[self.windows[layer]])
 
 

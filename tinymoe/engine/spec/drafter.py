@@ -153,6 +153,19 @@ class ModelDrafter:
         rows = Rows.of(seqs, lengths, ids, where, blocks * size + where % size)
         return rows, (np.cumsum(lengths) - 1).tolist()
 
+    def _flat(self, parts: Parts) -> tuple[list[int], list[int], list[int], list[Span]]:
+        """The tokens of these parts, their positions, their slots, and a span for each part. Lists: for the one token of most
+        drafts, numpy would take longer."""
+        size, token_ids, positions, slots, spans = self.blocks.block_size, [], [], [], []
+        for seq, start, tokens in parts:
+            begin, stop = len(token_ids), start + len(tokens)
+            table = self.blocks.tables[seq.row, : self.blocks.blocks_for(stop)]
+            token_ids += tokens
+            positions += range(start, stop)
+            slots += [int(table[at // size]) * size + at % size for at in range(start, stop)]
+            spans.append(Span(begin, len(token_ids), stop, table))
+        return token_ids, positions, slots, spans
+
     def _catch_up(self, at: dict[Sequence, int]) -> None:
         """Long arrears in steps of max_tokens, so that no draft takes more memory than a step of the engine."""
         while sum(seq.num_tokens - start for seq, start in at.items()) > self.max_tokens:
@@ -168,22 +181,18 @@ class ModelDrafter:
 
     def _run(self, parts: Parts) -> Tensor:
         """One forward pass; logits [S, V] of the last token of each part, on a GPU valid until the next one."""
-        rows, last = self._rows(parts)
         if self._flies(parts):
             assert self.graphs is not None
+            rows, last = self._rows(parts)
             logits = self.graphs.launch(rows, self.blocks.tables).logits
             return logits if len(last) == len(logits) else logits[torch.tensor(last, device=logits.device)]
-        size, device, T = self.blocks.block_size, self.storage.kv.device, len(rows.positions)
-        spans = []
-        for (seq, start, tokens), end in zip(parts, last):
-            stop = start + len(tokens)
-            table = self.blocks.tables[seq.row, : self.blocks.blocks_for(stop)]
-            spans.append(Span(end + 1 - len(tokens), end + 1, stop, table))
-        assert rows.token_ids is not None
-        flat = torch.from_numpy(np.concatenate([rows.token_ids, rows.positions, rows.slots, last]))
-        ids_T, positions_T, slots_T, rows_S = flat.to(device).split([T, T, T, len(last)])
+        size, device = self.blocks.block_size, self.storage.kv.device
+        token_ids, positions, slots, spans = self._flat(parts)
+        T, S = len(token_ids), len(spans)
+        flat = torch.tensor(token_ids + positions + slots + [span.stop - 1 for span in spans], device=device)
+        ids_T, positions_T, slots_T, last_S = flat.split_with_sizes((T, T, T, S))
         plans = {
             w: ops.plan_attention(spans, size, w, device, self.model.invariant) for w in set(self.windows)
         }
         attend = PagedAttend(slots_T, plans, self.storage, self.windows)
-        return self.model(ids_T, positions_T, attend, None, rows_S)
+        return self.model(ids_T, positions_T, attend, None, None if S == T else last_S)
