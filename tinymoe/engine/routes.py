@@ -83,7 +83,10 @@ class RouteRecorder:
         if not self._ids:
             return None
         K = max(ids_TK.shape[1] for ids_TK in self._ids.values())
-        padded = [F.pad(ids_TK, (0, K - ids_TK.shape[1]), value=-1) for ids_TK in self._ids.values()]
+        padded = [
+            ids_TK if ids_TK.shape[1] == K else F.pad(ids_TK, (0, K - ids_TK.shape[1]), value=-1)
+            for ids_TK in self._ids.values()
+        ]
         return torch.stack(padded)
 
     @torch.inference_mode()

@@ -121,11 +121,11 @@ def few(
     rows_PD = x_TD.index_select(0, token)
     h_P2F, y_PD = rows_PD.new_empty(T * K, F2), torch.empty_like(rows_PD)
     gate_up_ED2F, down_EFD = gate_up_E2FD.transpose(1, 2), down_EDF.transpose(1, 2)
-    for expert, x_D, h_2F in zip(experts, rows_PD.split(sizes), h_P2F.split(sizes)):
+    for expert, x_D, h_2F in zip(experts, rows_PD.split_with_sizes(sizes), h_P2F.split_with_sizes(sizes)):
         torch.mm(x_D, gate_up_ED2F[expert], out=h_2F)
-    gate_PF, up_PF = h_P2F.split(F2 // 2, dim=1)
+    gate_PF, up_PF = h_P2F.chunk(2, dim=1)
     h_PF = act(gate_PF) * up_PF
-    for expert, h_F, y_D in zip(experts, h_PF.split(sizes), y_PD.split(sizes)):
+    for expert, h_F, y_D in zip(experts, h_PF.split_with_sizes(sizes), y_PD.split_with_sizes(sizes)):
         torch.mm(h_F, down_EFD[expert], out=y_D)
     y_TKD = torch.empty_like(y_PD).index_copy_(0, order, y_PD).view(T, K, -1)
     return (y_TKD.float() * weights_TK[..., None]).sum(1).to(x_TD.dtype)

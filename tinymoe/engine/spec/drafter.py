@@ -80,11 +80,12 @@ class ModelDrafter:
         if not self.own:
             return newest.tolist()
         size = self.blocks.block_size
-        needed = newest // size + 1
-        tables = self.blocks.tables[[seq.row for seq in seqs], : needed.max()]
-        filled = np.where(np.arange(needed.max()) < needed[:, None], self.blocks.drafted[tables], 0)
-        whole = np.cumprod(filled == size, axis=1).sum(axis=1)
-        part = np.where(whole < needed, filled[np.arange(len(seqs)), np.minimum(whole, needed - 1)], 0)
+        most = (
+            newest.max() // size + 1
+        )  # what a shorter table holds behind its end, the minimum below cuts off
+        filled = self.blocks.drafted[self.blocks.tables[[seq.row for seq in seqs], :most]]
+        whole = (filled == size).cumprod(axis=1).sum(axis=1)
+        part = filled[np.arange(len(seqs)), np.minimum(whole, most - 1)]
         return np.minimum(whole * size + part, newest).tolist()
 
     def mark(self, seqs: Seq[Sequence], counts: Seq[int]) -> None:
