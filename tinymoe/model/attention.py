@@ -65,7 +65,7 @@ class Attention(nn.Module):
             qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
         per_head = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm == "head" else (None, None)
         q_TNH, k_TGH = ops.rotate(qkv, cos, sin, self.heads, *per_head, eps=self.eps)
-        v_TGH = qkv.view(T, N + 2 * G, H)[:, N + G :]
+        v_TGH = qkv.view(T, N + 2 * G, H).narrow(1, N + G, G)
         o_TNH = attend(self.layer, q_TNH, k_TGH, v_TGH)
         return self.out(o_TNH.reshape(T, N * H))
 

@@ -201,14 +201,15 @@ def blocked_sparse(
     return out_TH.to(x_TH.dtype)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) over the last axis, in float32, times weight (Zhang & Sennrich 2019, arXiv 1910.07467)."""
     wide = x.float()
     # mean(x²) by the norm: on a CPU a third of the time that F.rms_norm takes for one row.
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = torch.addcmul(length.new_full((1,), eps), length, length, value=1 / x.shape[-1]).rsqrt_()
     # Narrow types round once before the weight, as the checkpoints were trained.
-    return (wide * scale).type_as(x) * weight
+    normed = (wide * scale).type_as(x)
+    return normed if weight is None else normed * weight
 
 
 def causal_attention(

@@ -46,11 +46,14 @@ def rotate(
     their slots, -1 to none, and k is None. Without it, values are the caller's to clamp.
     """
     (N, G, H), T = heads, qkv.shape[0]
-    qk_TMH = qkv.view(T, N + 2 * G, H)[:, : N + G]  # one norm and one rotation for both: half the launches
+    qk_TMH = qkv.view(T, N + 2 * G, H).narrow(
+        1, 0, N + G
+    )  # one norm and one rotation for both: half the launches
     if q_weight is not None and k_weight is not None:
         if q_weight.shape == k_weight.shape == (H,):
-            scale_MH = torch.cat((q_weight.expand(N, H), k_weight.expand(G, H)))
-            qk_TMH = rms_norm(qk_TMH, scale_MH, eps)
+            qk_TMH = rms_norm(qk_TMH, None, eps)
+            qk_TMH.narrow(1, 0, N).mul_(q_weight)
+            qk_TMH.narrow(1, N, G).mul_(k_weight)
         else:
             q, k = qkv[:, : (N + G) * H].split((N * H, G * H), dim=1)
             qk_TMH = torch.cat((rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)), 1).view(T, N + G, H)
