@@ -12,7 +12,7 @@ from tiny_models import BUNDLED, cases, model
 from tinymoe.__main__ import main
 from tinymoe.bench import tables
 from tinymoe.bench.results import read_results, timing
-from tinymoe.bench.spec import command, synthetic, texts
+from tinymoe.bench.spec import command, measure, synthetic, texts
 from tinymoe.bench.spec.measure import Arm, Timed, against_best, decode, summary
 from tinymoe.core.config import EngineConfig
 from tinymoe.core.model_config import ConfigError
@@ -329,7 +329,65 @@ def hand_made_rows():
         {**base, "depth": d, "adaptive": d is None, "tok_s": s, "bound_tok_s": 150.0, "speedup": timing([s / 100]), "bound_share": timing([s / 150])}
         for d, s in [*fixed.items(), (None, 114.0)]
     ]  # fmt: skip
-    return rows + [{**row, "requests": 16, "plain_tok_s": 200.0} for row in rows]
+    slower = [timing([row["tok_s"] / 200]) for row in rows]
+    return rows + [
+        {**row, "requests": 16, "plain_tok_s": 200.0, "speedup": times} for row, times in zip(rows, slower)
+    ]
+
+
+def test_plain_decoding_is_measured_beside_every_two_arms(monkeypatch):
+    """Each arm is held against the plain runs right before and after it, with the same prompts and coins."""
+    calls = []
+
+    def run(arm, prompts, tokens, most, seed=0):
+        calls.append((arm.name, tuple(prompts), tokens, seed))
+        return made_up(float(len(calls)), tokens=tokens)
+
+    monkeypatch.setattr(measure, "decode", run)
+    arms = [Arm(n, None, d) for n, d in (("plain", None), ("0", 0), ("2", 2), ("4", 4), ("free", None))]
+    arms[0] = arms[0]._replace(speculates=False)
+    found = measure.interleave(arms, [["a", "b"], ["c", "d"]], 8, 99)
+    assert calls[:5] == [
+        (n, ("a", "b"), 8 if n == "free" else 2, 0) for n in ("plain", "0", "2", "4", "free")
+    ]
+    turns = [
+        ("plain", "0", "2", "plain", "4", "free", "plain"),
+        ("plain", "free", "4", "plain", "2", "0", "plain"),
+    ]
+    assert [name for name, *_ in calls[5:]] == [*turns[0], *turns[1]]
+    assert {(prompts, seed) for _, prompts, _, seed in calls[5:]} == {(("a", "b"), 0), (("c", "d"), 2)}
+    assert found.keys() == {"0", "2", "4", "free"}
+    # Run number i takes i seconds: the first of "2" is the eighth, between the sixth and the ninth, which are plain.
+    assert (found["2"].own[0].seconds, found["2"].plain[0].seconds, found["2"].plain[0].tokens) == (
+        8,
+        6 + 9,
+        16,
+    )
+    assert (found["free"].own[1].seconds, found["free"].plain[1].seconds) == (14, 13 + 16)
+
+
+def test_a_coin_falls_alike_at_every_depth():
+    """What is kept of the first two drafts does not depend on whether there is a third: the coin belongs to the place."""
+    ids, kept = prompts(2), {}
+    for depth in (2, 4):
+        engine, verdicts = coin(0.6, 4, max_model_len=128), {}
+        tossed = engine.spec._tossed
+
+        def spying(seqs, tossed=tossed, verdicts=verdicts):
+            found = tossed(seqs)
+            for seq, n in zip(seqs, found):
+                for place in range(min(n + 1, len(seq.draft_token_ids))):
+                    verdicts[seq.seed, seq.num_tokens + place] = place < n
+            return found
+
+        engine.spec._tossed = spying
+        decode(Arm("coin", engine, depth), ids, 20, 120, seed=5)
+        kept[depth] = verdicts
+    both = kept[2].keys() & kept[4].keys()
+    assert len(both) > 10
+    assert all(kept[2][place] == kept[4][place] for place in both)
+    assert len({kept[2][place] for place in both}) == 2
+    assert {seed for seed, _ in both} == {5, 6}
 
 
 def test_adaptive_depth_is_held_against_the_best():
@@ -340,6 +398,7 @@ def test_adaptive_depth_is_held_against_the_best():
         pytest.approx(0.8),
     )
     assert (many["best_depth"], many["ratio"]) == (0, pytest.approx(0.57))
+    assert (one["placebo"], many["placebo"]) == pytest.approx((0.99, 0.495))
 
 
 def test_the_table_for_the_readme(monkeypatch, tmp_path):
@@ -352,5 +411,5 @@ def test_the_table_for_the_readme(monkeypatch, tmp_path):
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     table = tables.spec_cpu()
     assert "| target, text, draft | 1 request | 16 requests |" in table
-    assert "| quintet-moe, english, ngram | 1.20 (depth 2), 1.14 | 1.20 (depth 2), 1.14 |" in table
+    assert "| quintet-moe, english, ngram | 1.20 (depth 2), 1.14 | 0.60 (depth 2), 0.57 |" in table
     assert "on 2 cores (x), torch 2" in table

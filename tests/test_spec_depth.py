@@ -10,7 +10,8 @@ from tinymoe.core.model_config import ConfigError, LayerConfig, ModelConfig
 from tinymoe.core.params import SamplingParams
 from tinymoe.engine.engine import Engine
 from tinymoe.engine.intake import RequestError
-from tinymoe.engine.spec.depth import GAIN, LONGEST_REST, REST, Acceptance, CostModel, Depth
+from tinymoe.engine.spec.depth import DOZE, EXPLORE, GAIN, LONGEST_REST, REST, Depth
+from tinymoe.engine.spec.estimates import Acceptance, CostModel
 from tinymoe.engine.spec.ngram import Lookup, NgramDrafter
 from tinymoe.model.decoder import Decoder
 
@@ -22,40 +23,66 @@ def visits(n, experts=64, k=6):
     return experts * (1 - (1 - k / experts) ** n)
 
 
-def taught(cost=lambda n: A + B * visits(n) + C * n, sizes=(1, 2, 3, 5, 9, 17), times=8):
+def line(n):
+    return A + B * visits(n) + C * n
+
+
+def taught(cost=line, sizes=(1, 2, 3, 5, 9, 17), times=8, sequences=(1,), price=0.0):
+    """Steps of one sequence with n - 1 drafts, by cost(n), and a price for drafts."""
     steps = CostModel()
     for _ in range(times):
-        for n in sizes:
-            steps.observe(n, visits(n), cost(n))
+        for s in sequences:
+            for n in sizes:
+                if n >= s:
+                    steps.observe(s, n, visits(n), cost(n) + price * (n > s))
     return steps
 
 
-def test_the_cost_model_finds_the_three_costs():
-    steps = taught()
-    assert (steps.a, steps.b, steps.c) == pytest.approx((A, B, C), rel=0.02)
+def test_the_cost_model_finds_the_costs():
+    steps = taught(price=0.003)
+    assert (steps.a, steps.b, steps.c, steps.d) == pytest.approx((A, B, C, 0.003), rel=0.03)
     n = np.array([1, 4, 9, 13])
-    assert steps.seconds(n) == pytest.approx(A + B * visits(n) + C * n, rel=0.05)
+    assert steps.seconds(1, n) == pytest.approx(line(n) + 0.003 * (n > 1), rel=0.05)
+
+
+def test_a_first_draft_costs_its_price_at_once():
+    """Plain steps are cheap and verifications dear: between them lies a step, not a slope."""
+    steps = taught(lambda n: 0.004 + 1e-5 * n, sizes=(64, 128, 320), sequences=(64,), price=0.004)
+    assert steps.seconds(64, np.array([64, 65, 66])) == pytest.approx([0.0046, 0.0086, 0.0086], rel=0.05)
+
+
+def test_batches_of_another_size_have_times_of_their_own():
+    steps = CostModel()
+    for _ in range(8):
+        for sequences, price in ((4, 0.0), (64, 0.005)):
+            for n in (64, 128):
+                steps.observe(sequences, n, visits(n), 0.004 + 1e-5 * n + price)
+    few, many = (steps.seconds(sequences, np.array([128]))[0] for sequences in (4, 64))
+    assert (few, many) == pytest.approx((0.00528, 0.01028), rel=0.1)
+    assert steps.seconds(5, np.array([128]))[0] == few  # as many, by powers of two
+    assert steps.seconds(9, np.array([128]))[0] == few  # the nearest that is known
 
 
 def test_costs_are_never_negative():
     steps = taught(lambda n: 0.01 - 0.0001 * n)
-    assert min(steps.a, steps.b, steps.c) >= 0
+    assert min(steps.a, steps.b, steps.c, steps.d) >= 0
 
 
 def test_a_dense_model_visits_nothing_and_is_fitted_all_the_same():
     steps = CostModel()
-    for n in (1, 2, 4, 8) * 8:
-        steps.observe(n, 0, A + C * n)
-    assert (steps.a, steps.b, steps.c) == pytest.approx((A, 0, C), rel=0.02)
+    for n in (2, 3, 4, 8) * 8:
+        steps.observe(1, n, 0, A + C * n)
+    assert (steps.b, steps.c) == pytest.approx((0, C), rel=0.02)
+    assert steps.a + steps.d == pytest.approx(A, rel=0.02)
 
 
 def test_a_neighbour_that_steals_the_machine_for_a_while_changes_little():
     steps, noise = CostModel(), np.random.default_rng(1)
     for i in range(400):
         n = (1, 2, 3, 5, 9)[i % 5]
-        steps.observe(n, visits(n), (A + B * visits(n) + C * n) * (100 if noise.random() < 0.15 else 1))
+        steps.observe(1, n, visits(n), line(n) * (100 if noise.random() < 0.15 else 1))
     n = np.array([1, 2, 5, 9])
-    assert steps.seconds(n) == pytest.approx(A + B * visits(n) + C * n, rel=0.1)
+    assert steps.seconds(1, n) == pytest.approx(line(n), rel=0.1)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.8, 1.0])
@@ -69,22 +96,49 @@ def test_acceptance_comes_to_what_is_true(rate):
     assert one.rate == pytest.approx(min(rate, 0.99), abs=0.06)
 
 
+@pytest.mark.parametrize("fade", [0.5, 0.95])
+def test_acceptance_is_a_mean_that_forgets_draft_by_draft(fade):
+    """By the plain loop: every examined draft counts 1, those before it `fade` times what they did."""
+    generator, one, kept, seen = np.random.default_rng(5), Acceptance(0.5, fade=fade), 0.0, 0.0
+    for _ in range(50):
+        drafted = int(generator.integers(1, 6))
+        accepted = int(generator.integers(0, drafted + 1))
+        one.count(accepted, drafted)
+        for place in range(min(accepted + 1, drafted)):
+            kept, seen = fade * kept + (place < accepted), fade * seen + 1
+        assert (one.kept, one.seen) == pytest.approx((kept, seen))
+
+
+def test_what_was_examined_is_forgotten_with_the_text_that_comes_without_drafts():
+    all_of_them = Acceptance(0.5)
+    for _ in range(200):
+        all_of_them.count(4, 4)
+    one = Acceptance(all_of_them)
+    for _ in range(20):
+        one.count(0, 4)
+    low = one.rate
+    one.reach(one.at + 10)
+    middle = one.rate
+    one.reach(one.at + 500)
+    assert low < 0.4 < middle < one.rate == pytest.approx(all_of_them.rate)
+
+
 def test_little_evidence_leaves_the_prior():
     one = Acceptance(0.7)
     assert one.rate == pytest.approx(0.7)
     one.count(0, 4)
-    assert 0.4 < one.rate < 0.7
+    assert 0.5 < one.rate < 0.7
 
 
 # Choices
 
 
-def chooser(most=6, pass_seconds=0.0005, sizes=range(1, 70), cost=None):
+def chooser(most=6, pass_seconds=0.0005, sizes=range(1, 70), cost=line):
     depth = Depth(most)
-    depth.steps = taught(sizes=sizes) if cost is None else taught(cost, sizes)
+    depth.steps = taught(cost, sizes, sequences=(1, 2, 4, 8))
     depth._trials, depth._met = [], set(range(9))
     for _ in range(4):
-        depth.observe_draft(1, 2, 2 * pass_seconds)
+        depth.drafts.observe(1, 2, 2 * pass_seconds)
     return depth
 
 
@@ -151,14 +205,15 @@ def test_one_lucky_request_does_not_make_all_wait_for_a_deep_draft():
         tokens = sum(r**i for r, d in zip([0.97] + [0.6] * 7, depths) for i in range(d + 1))
         return tokens / (0.004 + 0.0001 * (8 + sum(depths)) + 0.001 * max(depths))
 
-    assert speed(depths) >= max(speed([min(k, 6)] + [j] * 7) for k in range(7) for j in range(k + 1)) / GAIN
+    every = [speed([min(k, 6)] + [j] * 7) for k in range(7) for j in range(k + 1)]
+    assert speed(depths) >= max(every) / GAIN
     assert max(depths) < 6
 
 
 def test_no_more_experts_are_predicted_than_there_are():
     steps = CostModel(most_experts=40)
     for n in (1, 2, 4, 8) * 4:
-        steps.observe(n, 4 * n, A + B * 4 * n)
+        steps.observe(1, n, 4 * n, A + B * 4 * n)
     assert steps.experts(np.array([8, 16, 1000])).tolist() == [32, 40, 40]
 
 
@@ -169,7 +224,7 @@ def test_one_number_of_tokens_is_enough_to_choose(seen, most):
     depth = Depth(most)
     depth._trials, depth._met = [], set(range(9))
     for _ in range(5):
-        depth.steps.observe(seen, 3.0, 0.01)
+        depth.steps.observe(1, seen, 3.0, 0.01)
     for requests in (1, 2, 5):
         depths = depth.choose([0.6] * requests, [most] * requests)
         assert len(depths) == requests
@@ -179,7 +234,7 @@ def test_one_number_of_tokens_is_enough_to_choose(seen, most):
 def test_costs_are_told_for_any_shape():
     steps, n = taught(), np.array([[1, 2, 3], [4, 9, 17]])
     for known in (steps, CostModel(), taught(sizes=(8,))):
-        for told in (known.experts, known.seconds):
+        for told in (known.experts, lambda n, known=known: known.seconds(1, n)):
             assert told(n).shape == n.shape
             assert told(n).ravel().tolist() == pytest.approx(told(n.ravel()).tolist())
 
@@ -188,25 +243,108 @@ def test_good_news_is_believed_at_once():
     """One time below the line of all others was possible; one above it may be the clock's."""
     for factor, least, most in ((0.5, 0.45, 0.6), (2.0, 1.1, 1.7)):
         steps = taught()
-        steps.observe(12, visits(12), factor * (A + B * visits(12) + C * 12))
-        ratio = steps.seconds(np.array([12]))[0] / (A + B * visits(12) + C * 12)
-        assert least < ratio < most
+        steps.observe(1, 12, visits(12), factor * line(12))
+        assert least < steps.seconds(1, np.array([12]))[0] / line(12) < most
 
 
-def test_while_it_rests_it_looks_up_ever_more_seldom():
-    depth = chooser(pass_seconds=0.02)
-    looked = [step for step in range(3000) if depth.choose([0.5], [6]) != [0]]
-    gaps = np.diff(looked)
-    assert looked[0] == REST - 1
-    assert (np.diff(gaps) >= 0).all()
-    assert gaps[-1] == LONGEST_REST
-    assert len(looked) < 3000 / LONGEST_REST + 6
+def live(depth, rate, cost, steps, requests=1, pass_seconds=0.001, seed=0):
+    """Depths of so many steps, on a made-up clock: rate(step) keeps a draft, cost(n) are the seconds of n tokens."""
+    generator, chosen = np.random.default_rng(seed), []
+    known = [Acceptance(depth.acceptance) for _ in range(requests)]
+    for step in range(steps):
+        if depth.dozes(requests):
+            depth.skip()
+            depths = [0] * requests
+        else:
+            depths = depth.choose([one.rate for one in known], [depth.most] * requests)
+        tokens = 0
+        for one, drafted in zip(known, depths):
+            one.reach(one.at)
+            lost = np.flatnonzero(generator.random(drafted) >= rate(step))
+            kept = int(lost[0]) if len(lost) else drafted
+            if drafted:
+                one.count(kept, drafted)
+                depth.acceptance.count(kept, drafted)
+                one.at += kept + 1
+            else:
+                one.reach(one.at + 1)
+            tokens += kept + 1
+        n = requests + sum(depths)
+        seconds = max(depths) * pass_seconds
+        if seconds:
+            depth.drafts.observe(sum(d > 0 for d in depths), max(depths), seconds)
+        depth.steps.observe(requests, n, visits(n), cost(n))
+        chosen.append((depths, tokens, cost(n) + seconds))
+    return chosen
+
+
+def speed(chosen):
+    return sum(tokens for _, tokens, _ in chosen) / sum(seconds for *_, seconds in chosen)
+
+
+@pytest.mark.parametrize("requests", [1, 4, 32])
+@pytest.mark.parametrize(("rate", "pass_seconds"), [(0.3, 0.002), (0.5, 0.004), (0.9, 0.02)])
+def test_where_drafts_lose_hardly_anything_is_lost(rate, pass_seconds, requests):
+    """A look costs a step or two, and the next one waits until that is a hundredth of the time, or LONGEST_REST steps."""
+    cost = lambda n: 0.004 + 0.002 * n  # noqa: E731
+    chosen = live(Depth(4), lambda step: rate, cost, 1500, requests, pass_seconds)[100:]
+    looked = [step for step, (depths, _, _) in enumerate(chosen) if any(depths)]
+    assert looked
+    assert (np.diff(looked) >= REST).all()
+    assert np.diff(looked).max() <= LONGEST_REST + DOZE
+    plain = requests / cost(requests)
+    assert speed(chosen) > (1 - 3 * EXPLORE) * plain
+
+
+@pytest.mark.parametrize("requests", [1, 4, 32])
+@pytest.mark.parametrize("rate", [0.6, 0.8, 0.95])
+def test_where_drafts_win_nearly_the_best_is_had(rate, requests):
+    cost = lambda n: 0.01 + 0.0002 * n  # noqa: E731
+    chosen = live(Depth(6), lambda step: rate, cost, 800, requests)[100:]
+    wanted = best(rate, requests, 6, 0.001, cost).max()
+    assert speed(chosen) > 0.93 * wanted  # a draw of coins is in it, too
+    assert any(not any(depths) for depths, *_ in chosen)  # plain decoding is looked at as well
 
 
 def test_it_wakes_up_when_drafts_become_good():
-    depth = chooser(pass_seconds=0.001)
-    assert depth.choose([0.05], [6]) == [0]
-    assert depth.choose([0.9], [6])[0] > 1
+    cost = lambda n: 0.01 + 0.0002 * n  # noqa: E731
+    chosen = live(Depth(6), lambda step: 0.02 if step < 400 else 0.95, cost, 1200)
+    depths = np.array([sum(d) for d, *_ in chosen])
+    assert depths[200:400].mean() < 0.3
+    assert depths[900:].mean() > 3
+
+
+def test_one_bad_stretch_is_not_the_end():
+    """A request whose drafts fail for a while is tried again as soon as what was examined is forgotten: its neighbours' drafts
+    are still kept."""
+    depth = chooser(most=6, cost=lambda n: 0.01 + 0.0002 * n)
+    for _ in range(50):
+        depth.acceptance.count(6, 6)
+    assert depth.choose([0.02], [6]) == [0]
+    dozed = 0
+    while depth.dozes(1):
+        depth.skip()
+        dozed += 1
+    assert dozed == DOZE - 2  # one choice was before, one comes now
+    assert sum(depth.choose([0.95], [6])) > 3
+    hopeless = chooser(most=6, cost=lambda n: 0.01 * n)
+    assert hopeless.choose([0.02], [6]) == [0]
+    dozed = 0
+    while hopeless.dozes(1):
+        hopeless.skip()
+        dozed += 1
+    assert dozed >= REST - 2  # nothing that is known could change its mind
+
+
+def test_what_is_tried_costs_little_by_its_own_reckoning():
+    """Every trial says when the next one may be: the dearer, the later."""
+    dear, cheap = chooser(pass_seconds=0.05), chooser(pass_seconds=0.002)
+    pauses = []
+    for depth in (dear, cheap):
+        while not any(depth.choose([0.5], [6])):
+            pass
+        pauses.append(depth._pause)
+    assert pauses[0] > pauses[1] >= REST
 
 
 # Through the engine, on a clock of its own
@@ -224,9 +362,9 @@ class Clock:
     def charge(self, one, step_cost, pass_cost):
         run, draft = one.runner.run, one.spec.proposer.drafter._run
 
-        def running(batch, blocks):
+        def running(batch, *more):
             self.now += step_cost(len(batch.token_ids))
-            return run(batch, blocks)
+            return run(batch, *more)
 
         def drafting(parts):
             self.now += pass_cost
@@ -246,9 +384,9 @@ def timed(step_cost, pass_cost, requests=4, adaptive=True, draft="itself", depth
         clock.charge(one, step_cost, pass_cost)
     else:
         run = one.runner.run
-        one.runner.run = lambda batch, blocks: (
+        one.runner.run = lambda batch, *more: (
             clock.__dict__.update(now=clock.now + step_cost(len(batch.token_ids))),
-            run(batch, blocks),
+            run(batch, *more),
         )[1]
     for i in range(requests):
         one.add_request(str(i), cases("moe")[i].prompt, GREEDY.clone(max_tokens=85))

@@ -294,8 +294,7 @@ class BlockManager:
                 self.trace.emit("hash", src, block=block, parent=parent, key=short(key), salt=salt)
 
 
-def _spans(chunks: Seq[Chunk]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _spans(chunks: Seq[Chunk]) -> tuple[np.ndarray, ...]:
     # Lists, not generators: one that is left before its end is closed by the collector, which would swallow a Ctrl-C.
-    columns = [chunk.seq.row for chunk in chunks], [c.start for c in chunks], [c.stop for c in chunks]
-    rows, starts, stops = (np.array(column, dtype=np.int64) for column in columns)
-    return rows, starts, stops
+    columns = [c.seq.row for c in chunks], [c.start for c in chunks], [c.stop for c in chunks]
+    return tuple(np.array(column, dtype=np.int64) for column in columns)

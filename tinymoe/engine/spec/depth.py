@@ -50,6 +50,7 @@ class Depth:
         self._trials = [most, 0, 0, 0, 1, most, 0, 0, max(1, most // 2), most, 0, 0]
         self._met: set[int] = set()  # numbers of sequences, by powers of two, that have been tried
         self._level, self._passes = 0.0, 0  # drafts per sequence, and passes, last time
+        self._asleep = False  # whether the last choice was to propose nothing
         self._wakes = False  # whether drafts would pay again if each request were like all by now
         self._since, self._pause = 0, REST  # steps since something else was tried, and until it will be
         self._turn = self._steps = 0
@@ -76,7 +77,8 @@ class Depth:
         best = self._best(options, S)
         self._passes, last = divmod(best, len(order_D))
         self._level = options.count_PD.flat[best] / S
-        if not self._level:
+        self._asleep = not self._level
+        if self._asleep:
             usual_D = self.acceptance.rate ** place_D[order_D]
             self._wakes = bool(self._best(self._options(place_D[order_D], usual_D, S, others), S))
         if self._since >= self._pause:
@@ -107,7 +109,7 @@ class Depth:
         """Something else than the best, now and then: things may have changed. The less it costs, the sooner again."""
         speed_PD, D = options.speed_PD, options.count_PD.shape[1]
         self._turn += 1
-        if not self._level:  # a look at what drafts would bring: what costs least for what it teaches
+        if self._asleep:  # a look at what drafts would bring: what costs least for what it teaches
             lost_PD = options.seconds_PD * speed_PD.flat[best] - options.tokens_PD
             other = D + int((lost_PD / np.sqrt(np.maximum(options.count_PD, 1)))[1:].argmin())
             steps, self._trials = 1, [0, 0]
@@ -136,6 +138,7 @@ class Depth:
         tokens = others + S * np.array([sum(self.acceptance.rate**i for i in range(k + 1)) for k in depths])
         seconds = self.steps.seconds(S + others, others + S * (1 + depths)) + self.drafts.seconds(S, depths)
         worth = depths[tokens / seconds > WORTH_A_TRY * tokens[0] / seconds[0]]
+        self._asleep = self._asleep and not len(worth[worth > 0])
         self._trials = [trial for k in worth[worth > 0].tolist() for trial in (k, 0, 0)]
 
     def counts_experts(self) -> bool:
@@ -153,7 +156,7 @@ class Depth:
 
     def dozes(self, sequences: int) -> bool:
         """Whether nothing is proposed in the next step, and nobody needs to ask: see skip()."""
-        if self._level or self._trials or sequences.bit_length() not in self._met:
+        if not self._asleep or self._trials or sequences.bit_length() not in self._met:
             return False
         since = self._since + 1
         return since < self._pause and not (self._wakes and since % DOZE == 0)

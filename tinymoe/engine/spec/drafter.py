@@ -145,14 +145,10 @@ class ModelDrafter:
 
     def _rows(self, parts: Parts) -> tuple[Rows, list[int]]:
         """The tokens of these parts as rows, and which of them are the last of each."""
-        size = self.blocks.block_size
-        seqs, lengths = [seq for seq, _, _ in parts], [len(tokens) for _, _, tokens in parts]
-        ids = np.array([token for _, _, tokens in parts for token in tokens])
-        where = np.concatenate([np.arange(start, start + len(tokens)) for _, start, tokens in parts])
-        tables = np.repeat([seq.row for seq in seqs], lengths)
-        blocks = self.blocks.tables[tables, where // size].astype(np.int64)
-        rows = Rows.of(seqs, lengths, ids, where, blocks * size + where % size)
-        return rows, (np.cumsum(lengths) - 1).tolist()
+        token_ids, positions, slots, spans = self._flat(parts)
+        seqs, lengths = [seq for seq, _, _ in parts], [span.stop - span.start for span in spans]
+        rows = Rows.of(seqs, lengths, np.array(token_ids), np.array(positions), np.array(slots))
+        return rows, [span.stop - 1 for span in spans]
 
     def _flat(self, parts: Parts) -> tuple[list[int], list[int], list[int], list[Span]]:
         """The tokens of these parts, their positions, their slots, and a span for each part. Lists: for the one token of most

@@ -54,7 +54,6 @@ class Speculator(Plain):
         self._finished: float | None = None  # when the one before was over
         self._verifying: float | None = None  # when its drafts were there
         self._proposed: list[Sequence] = []  # who got some in this step
-        self._passes = 0  # how many they took
         self._pending: Pending | None = None  # them, while they are on their way
         self._drafting = 0.0  # seconds that went into them
         self._visited = self._counted = 0  # experts visited in so many steps
@@ -121,7 +120,6 @@ class Speculator(Plain):
         if not counts:
             return None
         start, self._proposed = self.clock(), list(counts)
-        self._passes = max(counts.values())
         self._pending = self.proposer.propose(counts)
         self._verifying = self.clock()
         self._drafting = self._verifying - start
@@ -138,7 +136,8 @@ class Speculator(Plain):
             waited, self._pending = self.clock() - start, None
             self._drafting, self._verifying = self._drafting + waited, (self._verifying or 0.0) + waited
         if self._verifying is not None and self.proposer.caught_up <= 2 * len(self._proposed):
-            self.depth.drafts.observe(len(self._proposed), self._passes, self._drafting)
+            passes = max(len(seq.draft_token_ids) for seq in self._proposed)
+            self.depth.drafts.observe(len(self._proposed), passes, self._drafting)
         return super().draw(*step)
 
     @property
@@ -224,7 +223,6 @@ class Speculator(Plain):
         if self._verifying is None:
             return
         stay: dict[Sequence, int] = {}
-        m = self.metrics
         if self.trace.on and logits_RV is not None:
             self._emit(runs, draws_of(batch), logits_RV)
         drafted_at, accepted_at = np.zeros(self.most + 1, int), np.zeros(self.most + 1, int)
@@ -242,10 +240,10 @@ class Speculator(Plain):
         self.proposer.keep(stay)
         for seq in stay:
             seq.draft_token_ids = []
-        m.count_drafts(drafted_at.tolist(), accepted_at.tolist())
+        self.metrics.count_drafts(drafted_at.tolist(), accepted_at.tolist())
         self.blocks.rollback({seq.seq_id: seq.num_tokens + accepted for seq, accepted in stay.items()})
-        m.verify_steps += 1
-        m.verify_seconds += self.clock() - self._verifying
+        self.metrics.verify_steps += 1
+        self.metrics.verify_seconds += self.clock() - self._verifying
 
     def _emit(self, runs: list[Run], draws: list[Draw], logits_RV: Tensor) -> None:
         src = f"{__name__}:Speculator._emit#kept-if-the-model-agrees"
