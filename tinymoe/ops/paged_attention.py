@@ -28,17 +28,17 @@ class DecodeGroup(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Tokens start..stop-1 of one sequence with `context` positions, blocks [B] int64.
+    """Tokens start..stop-1 of one sequence with `context` positions.
 
-    mask: what each may see, as causal_attention takes it. first: of blocks that follow one another in memory; else None.
+    blocks: [B] int64, or the number of the first if they follow one another in memory. mask: what each may see, as
+    causal_attention takes it.
     """
 
     start: int
     stop: int
     context: int
-    blocks: Tensor
+    blocks: Tensor | int
     mask: Tensor | None
-    first: int | None
 
 
 class AttentionPlan(NamedTuple):
@@ -94,11 +94,12 @@ def _chunk(
 ) -> Chunk:
     """blocks: as many as `context` needs, at least."""
     numbers = blocks.tolist()
-    first = numbers[0] if numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers))) else None
+    in_order = bool(numbers) and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    where = numbers[0] if in_order else torch.tensor(numbers, dtype=torch.int64, device=device)
     T = stop - start
     plain = T == 1 or (window is None and context == T)  # a prompt from its start needs no mask
     mask = None if plain else causal_mask(T, context, window, device)
-    return Chunk(start, stop, context, torch.tensor(numbers, dtype=torch.int64, device=device), mask, first)
+    return Chunk(start, stop, context, where, mask)
 
 
 def _share_calls(decodes: list) -> list[list]:
@@ -146,9 +147,9 @@ def _attend_chunk(
 ) -> Tensor:
     """The queries of one chunk over its own pages."""
     k, v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-    if chunk.first is None:
-        k, v = (gather_pages(rows, chunk.blocks, plan.block_size, chunk.context) for rows in (k, v))
-    else:
-        start = chunk.first * plan.block_size
+    if isinstance(chunk.blocks, int):
+        start = chunk.blocks * plan.block_size
         k, v = k.narrow(0, start, chunk.context), v.narrow(0, start, chunk.context)
+    else:
+        k, v = (gather_pages(rows, chunk.blocks, plan.block_size, chunk.context) for rows in (k, v))
     return causal_attention(q_TNH, k, v, window=plan.window, mask_TC=chunk.mask)
