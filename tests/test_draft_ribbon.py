@@ -17,7 +17,7 @@ from tinymoe.lab.frames.steps import drafts
 from tinymoe.lab.widgets.gallery import DraftRibbon, Strip
 from tinymoe.lab.widgets.predict import Predict, quiz
 
-SRC = "tinymoe.engine.spec.speculator:Speculator._emit#kept-if-the-model-agrees"
+SRC = "tinymoe.engine.spec.proposer:Proposer.tell#kept-if-the-model-agrees"
 
 
 def made(*events):
@@ -182,7 +182,7 @@ def test_a_click_asks_about_one_token():
         "The model gives token 62 at position 11 of A a chance of 0.15 %, the draft 25.0 %: it goes, and so do all drafts behind it.",
         "A chooses token 70 for position 11.",
     ]
-    assert "speculator.py:" in w.controls.why[0][1]
+    assert "proposer.py:" in w.controls.why[0][1]
     with pytest.raises(ValueError, match="token STEP SEQ POSITION"):
         w._clicked({"new": "token 4 0", "owner": w.children[1]})
     assert [m.step for m in w.moments] == [3, 4, 5]

@@ -4,6 +4,7 @@ Judge: the plain loop of tiny_models, which uses no kernel. On a GPU test_gpu.py
 """
 
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ from tinymoe.core.model_config import LayerConfig
 from tinymoe.core.params import SamplingParams
 from tinymoe.engine.engine import Engine
 from tinymoe.engine.forward.graphs import DecodeGraphs, Graph
+from tinymoe.engine.forward.passes import DraftGraphs
 from tinymoe.model.attention import CausalAttend
 from tinymoe.model.decoder import Decoder
 from tinymoe.model.moe import MoE
@@ -73,6 +75,7 @@ class Interpreted(DecodeGraphs):
     routed = True
 
     def capture(self, windows, max_context, invariant):
+        self.further = {}
         for bucket in self.buckets:
             plans = {
                 window: gpu.PagePlan(
@@ -92,20 +95,37 @@ class Interpreted(DecodeGraphs):
 
             routed = torch.zeros(1, bucket, 2, dtype=torch.int32) if self.routed else None
             self.graphs[bucket] = Graph(replay, out[0], out[1], routed)
+            self.further[bucket] = torch.inference_mode()(partial(self._further, bucket, plans))
         self.replayed = 0
+
+    def _further(self, bucket, plans):
+        raise AssertionError("only a draft goes on by itself")
 
     def launch(self, rows, tables):
         self.replayed += 1
         flight = super().launch(rows, tables)
-        n = len(rows.sequences)
+        n = len(rows.positions)
         if not self.routed:
             return flight
         graph = self.graphs[self.bucket_for(n)]
         assert (graph.ids_LTK[:, n:] == -1).all()  # rows of nobody visit nobody
         return flight._replace(ids_LTK=graph.ids_LTK[:, :n])
 
-    def _mark(self):
+    def mark(self):
         return SimpleNamespace(synchronize=lambda: None)
+
+
+class InterpretedPasses(Interpreted, DraftGraphs):
+    """A draft's passes, likewise."""
+
+    routed = False
+
+    def _further(self, bucket, plans):
+        DraftGraphs._further(self, bucket, plans)
+
+    def start(self, staged, rows, tables):
+        self.replayed += 1
+        return super().start(staged, rows, tables)
 
 
 def decoder(name):
@@ -163,11 +183,10 @@ def test_drafts_are_verified_row_by_row():
     )
     one = Engine(model, config, draft=model)
     drafter = one.spec.proposer.drafter
-    for owner, routed in ((one.runner, True), (drafter, False)):
+    for owner, kind, passes in ((one.runner, Interpreted, ()), (drafter, InterpretedPasses, (2,))):
         width = one.blocks.tables.shape[1]
-        graphs = owner.graphs = Interpreted(owner._decode, [1, 4, 12], width, torch.device("cpu"))
-        graphs.routed = routed
-        graphs.capture(set(owner.windows), 16, False)
+        owner.graphs = kind(owner._decode, [1, 4, 12], width, torch.device("cpu"), *passes)
+        owner.graphs.capture(set(owner.windows), 16, False)
     for i, prompt in enumerate(PROMPTS):
         one.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=NEW))
     out = {}

@@ -11,7 +11,7 @@ from tinymoe.core.params import SamplingParams
 from tinymoe.engine.engine import Engine
 from tinymoe.engine.intake import RequestError
 from tinymoe.engine.spec.depth import DOZE, EXPLORE, GAIN, LONGEST_REST, REST, Depth
-from tinymoe.engine.spec.estimates import Acceptance, CostModel
+from tinymoe.engine.spec.estimates import Acceptance, CostModel, chances
 from tinymoe.engine.spec.ngram import Lookup, NgramDrafter
 from tinymoe.model.decoder import Decoder
 
@@ -121,6 +121,17 @@ def test_what_was_examined_is_forgotten_with_the_text_that_comes_without_drafts(
     middle = one.rate
     one.reach(one.at + 500)
     assert low < 0.4 < middle < one.rate == pytest.approx(all_of_them.rate)
+
+
+def test_chances_are_means_over_what_the_rate_may_be():
+    """By simulation: r from a Beta distribution, then as many drafts as are kept in a row."""
+    generator = np.random.default_rng(3)
+    r = generator.beta(0.8 * 12, 0.2 * 12, 200_000)
+    expected = [(r**k).mean() for k in range(1, 7)]
+    got = chances(np.array([0.8, 0.8]), np.array([12.0, 1e9]), 6)
+    assert got[0] == pytest.approx(expected, rel=0.01)
+    assert got[1] == pytest.approx(0.8 ** np.arange(1, 7))
+    assert (got[0, 1:] > got[1, 1:]).all()
 
 
 def test_little_evidence_leaves_the_prior():
@@ -256,7 +267,8 @@ def live(depth, rate, cost, steps, requests=1, pass_seconds=0.001, seed=0):
             depth.skip()
             depths = [0] * requests
         else:
-            depths = depth.choose([one.rate for one in known], [depth.most] * requests)
+            rates, evidence = [one.rate for one in known], [one.evidence for one in known]
+            depths = depth.choose(rates, [depth.most] * requests, evidence=evidence)
         tokens = 0
         for one, drafted in zip(known, depths):
             one.reach(one.at)
@@ -274,6 +286,7 @@ def live(depth, rate, cost, steps, requests=1, pass_seconds=0.001, seed=0):
         if seconds:
             depth.drafts.observe(sum(d > 0 for d in depths), max(depths), seconds)
         depth.steps.observe(requests, n, visits(n), cost(n))
+        depth.took(cost(n) + seconds)
         chosen.append((depths, tokens, cost(n) + seconds))
     return chosen
 

@@ -6,16 +6,19 @@ tried: a few steps when it begins or the batch has a new size, and then ever aga
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence as Seq
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinymoe.engine.spec.estimates import Acceptance, CostModel, DraftTimes
+from tinymoe.engine.spec.estimates import Acceptance, CostModel, DraftTimes, chances
 
 GAIN = 1.02  # a change of depth must promise 2 % more tokens per second
 EXPLORE = 0.01  # share of the time that trying what looks worse may cost
-REST, LONGEST_REST = 24, 240  # fewest and most steps between two trials
-DOZE = 16  # steps between two choices while nothing is proposed
+REST, LONGEST_REST = 24, 480  # fewest and most steps between two trials
+LOOKED_AT = 16  # while nothing is proposed, one sequence of so many is tried
+DOZE = 8  # steps between two choices while nothing is proposed
+CERTAIN = 1e9  # drafts from which a rate is known, if it is simply given
 WORTH_A_TRY = (
     0.8  # of plain decoding's speed must be promised before a number of requests not met before is tried
 )
@@ -46,32 +49,44 @@ class Depth:
         self.steps = CostModel(most_experts)
         self.drafts = DraftTimes()
         self.acceptance = Acceptance(0.7, weight=2.0, fade=0.995)  # of all requests
-        # First, to have something to compare. Runs of 0: on a GPU a step that follows another at once is a cheaper one.
-        self._trials = [most, 0, 0, 0, 1, most, 0, 0, max(1, most // 2), most, 0, 0]
+        self._trials: list[int] = []  # depths of the next steps
         self._met: set[int] = set()  # numbers of sequences, by powers of two, that have been tried
         self._level, self._passes = 0.0, 0  # drafts per sequence, and passes, last time
         self._asleep = False  # whether the last choice was to propose nothing
         self._wakes = False  # whether drafts would pay again if each request were like all by now
         self._since, self._pause = 0, REST  # steps since something else was tried, and until it will be
         self._turn = self._steps = 0
+        self._tried, self._speed, self._tokens = False, 0.0, 1.0  # of the choice that was not taken
 
-    def choose(self, rates: list[float], limits: list[int], others: int = 0) -> list[int]:
+    def choose(
+        self,
+        rates: Seq[float],
+        limits: Seq[int],
+        others: int = 0,
+        *,
+        evidence: Seq[float] | None = None,
+        learns: bool = True,
+    ) -> list[int]:
         """Depths for sequences with these acceptance rates, at most `limits`; `others` more decode in the step.
 
-        For each number of passes that the draft may make, drafts are added in the order of the chance that they are reached
-        and kept; what promises the most expected tokens per second of the whole step is taken.
+        evidence: from how many drafts the rates are known (None: they are certain). learns: whether the time of the step
+        will be observed; if not, nothing is tried. For each number of passes that the draft may make, drafts are added in
+        the order of the chance that they are reached and kept; what promises the most expected tokens per second of the
+        whole step is taken.
         """
         if not any(limits):
             return [0] * len(limits)
         S = len(limits)
-        self._meet(S, others)
+        if learns:
+            self._meet(S, others)
         if self._trials or not len(self.steps):
-            depth = self._trials.pop(0) if self._trials else self.most
+            depth = self._trials.pop(0) if self._trials and learns else 0
             return [min(depth, limit) for limit in limits]
         self._since += 1
         sequence_D = np.repeat(np.arange(S), limits)
         place_D = np.concatenate([np.arange(limit) for limit in limits]) + 1
-        gain_D = np.asarray(rates)[sequence_D] ** place_D
+        known_S = np.full(S, CERTAIN) if evidence is None else np.asarray(evidence)
+        gain_D = chances(np.asarray(rates), known_S, place_D.max())[sequence_D, place_D - 1]
         order_D = np.argsort(-gain_D, kind="stable")
         options = self._options(place_D[order_D], gain_D[order_D], S, others)
         best = self._best(options, S)
@@ -79,9 +94,12 @@ class Depth:
         self._level = options.count_PD.flat[best] / S
         self._asleep = not self._level
         if self._asleep:
-            usual_D = self.acceptance.rate ** place_D[order_D]
+            usual = np.array([self.acceptance.rate]), np.array([self.acceptance.evidence])
+            usual_D = chances(*usual, place_D.max())[0, place_D[order_D] - 1]
             self._wakes = bool(self._best(self._options(place_D[order_D], usual_D, S, others), S))
-        if self._since >= self._pause:
+        if learns and self._since >= self._pause:
+            if self._asleep:
+                return self._look(options, best, limits)
             best = self._explore(options, best)
         passes, last = divmod(best, len(order_D))
         chosen_D = order_D[: last + 1][options.taken_PD[passes, : last + 1]]
@@ -106,33 +124,53 @@ class Depth:
         return last if speed_PD.flat[best] < GAIN * speed_PD.flat[last] else best
 
     def _explore(self, options: Options, best: int) -> int:
-        """Something else than the best, now and then: things may have changed. The less it costs, the sooner again."""
+        """Something else than the best, now and then: deeper, shallower, or as plain decoding."""
         speed_PD, D = options.speed_PD, options.count_PD.shape[1]
         self._turn += 1
-        if self._asleep:  # a look at what drafts would bring: what costs least for what it teaches
-            lost_PD = options.seconds_PD * speed_PD.flat[best] - options.tokens_PD
-            other = D + int((lost_PD / np.sqrt(np.maximum(options.count_PD, 1)))[1:].argmin())
-            steps, self._trials = 1, [0, 0]
-        elif self._turn % 2 and 2 * self._passes < len(speed_PD):
-            row = 2 * self._passes
-            other, steps = row * D + int(speed_PD[row].argmax()), 1
+        row, steps = 0, 3  # the first of several plain steps cannot follow another at once
+        if self._turn % 2 and 2 * self._passes < len(speed_PD):
+            row, steps = 2 * self._passes, 1
         elif self._turn % 4 and self._passes > 1:
-            row = self._passes // 2
-            other, steps = row * D + int(speed_PD[row].argmax()), 1
-        else:  # as plain decoding; the first such step cannot follow another at once
-            other, steps, self._trials = 0, 3, [0, 0]
-        lost = options.seconds_PD.flat[other] * speed_PD.flat[best] - options.tokens_PD.flat[other]
-        lost *= steps / options.tokens_PD.flat[best]  # in steps
-        self._since, self._pause = 0, int(min(max(REST, lost / EXPLORE), LONGEST_REST))
+            row, steps = self._passes // 2, 1
+        self._trials = [0] * (steps - 1)
+        other = row * D + int(speed_PD[row].argmax())
+        self._wait(options, best, options.seconds_PD.flat[other], options.tokens_PD.flat[other], steps)
         return other
+
+    def _look(self, options: Options, best: int, limits: Seq[int]) -> list[int]:
+        """What do drafts bring by now? A few sequences suffice, and always the first ones: a draft model has to read first
+        what came without it."""
+        passes = 1 + int(options.speed_PD[1:].max(1).argmax())
+        able = [i for i, limit in enumerate(limits) if limit][: max(1, len(limits) // LOOKED_AT)]
+        depths = [min(limit, passes) if i in able else 0 for i, limit in enumerate(limits)]
+        self._trials = [0, 0]
+        self._wait(options, best, options.seconds_PD[passes].min(), options.tokens_PD.flat[0], 1)
+        return depths
+
+    def _wait(self, options: Options, best: int, seconds: Any, tokens: Any, steps: int) -> None:
+        """The less a trial costs, the sooner comes another; see also `took`."""
+        self._speed, self._tokens = options.speed_PD.flat[best], options.tokens_PD.flat[best]
+        lost = steps * (seconds * self._speed - tokens) / self._tokens  # in steps
+        self._since, self._pause = 0, int(min(max(REST, lost / EXPLORE), LONGEST_REST))
+        self._tried = True
+
+    def took(self, seconds: float) -> None:
+        """A whole step has taken so long. If something was tried, it may have cost more than thought: what a draft model had to
+        read first, for example."""
+        if self._tried:
+            lost = seconds * self._speed / self._tokens - 1
+            self._pause = int(min(max(self._pause, lost / EXPLORE), LONGEST_REST))
+        self._tried = False
 
     def _meet(self, S: int, others: int) -> None:
         """What was learnt of few sequences tells little of many: the first time that there are so many, try again, unless it
         looks hopeless."""
-        if (size := S.bit_length()) in self._met:
+        if (size := S.bit_length()) in self._met or self._trials:
             return
         self._met.add(size)
-        if self._trials or not len(self.steps):
+        if not len(self.steps):  # runs of 0: on a GPU a step that follows another at once is a cheaper one
+            most, half = self.most, max(1, self.most // 2)
+            self._trials = [most, 0, 0, 0, 1, most, 0, 0, half, most, 0, 0]
             return
         depths = np.array(sorted({0, max(1, self.most // 2), self.most}))
         tokens = others + S * np.array([sum(self.acceptance.rate**i for i in range(k + 1)) for k in depths])
@@ -144,7 +182,7 @@ class Depth:
     def counts_experts(self) -> bool:
         """Whether to count the experts of the next step where that costs time: while all is new, then now and then."""
         self._steps += 1
-        return bool(self._trials) or self._steps % COUNTED == 0
+        return bool(self._trials) or not len(self.steps) or self._steps % COUNTED == 0
 
     def rests(self, n: int) -> bool:
         """Whether the next step will surely propose nothing, whatever the tokens of this one of n tokens are."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 MEMORY = 8  # times remembered of each kind of step; their lower quartile counts: a clock errs upwards
-FADE = 0.95  # weight of an examined draft against the next one: easy and hard stretches of a text take turns
+FADE = 0.96  # weight of an examined draft against the next one: easy and hard stretches of a text take turns
 REFIT = 24  # times between two fits
 
 
@@ -19,7 +19,7 @@ class Acceptance:
 
     __slots__ = ("at", "fade", "kept", "prior", "seen", "weight")
 
-    def __init__(self, prior: "float | Acceptance", weight: float = 8.0, fade: float = FADE):
+    def __init__(self, prior: "float | Acceptance", weight: float = 12.0, fade: float = FADE):
         self.prior, self.weight, self.fade = prior, weight, fade
         self.kept = self.seen = 0.0
         self.at = 0
@@ -43,6 +43,21 @@ class Acceptance:
     def rate(self) -> float:
         prior = self.prior.rate if isinstance(self.prior, Acceptance) else self.prior
         return min(0.99, (self.kept + self.weight * prior) / (self.seen + self.weight))
+
+    @property
+    def evidence(self) -> float:
+        """How many drafts the rate rests on."""
+        return self.seen + self.weight
+
+
+def chances(rate_S: np.ndarray, evidence_S: np.ndarray, places: int) -> np.ndarray:
+    """[S, places]: how likely drafts are kept up to each place, if a rate is known from so many drafts.
+
+    The mean of r^k over a Beta distribution of r: more than the k-th power of its mean, for if many are kept, r is high.
+    """
+    i = np.arange(places)
+    kept_S1, seen_S1 = (rate_S * evidence_S)[:, None], evidence_S[:, None]
+    return np.cumprod((kept_S1 + i) / (seen_S1 + i), axis=1)
 
 
 class Times:

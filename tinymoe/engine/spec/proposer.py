@@ -94,6 +94,24 @@ class Proposer:
                     )
         return pending
 
+    def tell(self, seq: Sequence, accepted: int, draws: list[Draw], logits_RV: Tensor) -> None:
+        """Events for whoever listens: what the model thought of each draft that was examined."""
+        src = f"{__name__}:Proposer.tell#kept-if-the-model-agrees"
+        behind = {draw.ahead: draw for draw in draws if draw.seq is seq}
+        for i, token in enumerate(seq.draft_token_ids[: accepted + 1]):
+            p = self.chance(logits_RV[behind[i].logits_row][None], [self._row(seq, i)], [token])[0]
+            q = self.chances[seq][i] if seq in self.chances else 1.0
+            self.trace.emit(
+                "verify",
+                src,
+                seq=seq.seq_id,
+                position=behind[i].position,
+                token=token,
+                p=millionths(p),
+                q=millionths(q),
+                accepted=int(i < accepted),
+            )
+
     @property
     def caught_up(self) -> int:
         """Tokens that the last proposal had to compute before it began."""

@@ -21,7 +21,7 @@ from tinymoe.engine.sampling.draws import Draw, draws_of
 from tinymoe.engine.sampling.plain import Plain, Run
 from tinymoe.engine.spec.depth import Depth
 from tinymoe.engine.spec.estimates import Acceptance
-from tinymoe.engine.spec.proposer import Proposer, millionths
+from tinymoe.engine.spec.proposer import Proposer
 from tinymoe.engine.spec.verify import distribution, leading_runs, rejection_sample
 
 Clock = Callable[[], float]  # seconds
@@ -76,7 +76,9 @@ class Speculator(Plain):
         decoding, able, limits, fixed = 0, [], [], 0
         for seq in running:
             seq.num_drafts, seq.draft_token_ids = 0, []
-            decoding += seq.num_tokens - seq.num_computed_tokens == 1
+            decoding += (
+                seq.num_tokens - seq.num_computed_tokens == 1 and seq.num_tokens > seq.num_prompt_tokens
+            )
             limit = self.proposer.most(seq, self._limit(seq))
             if limit and self._is_fixed(seq):
                 seq.num_drafts, fixed = limit, fixed + 1 + limit
@@ -84,9 +86,11 @@ class Speculator(Plain):
                 able.append(seq)
                 limits.append(limit)
         if able:
+            known, learns = [self._acceptance(seq) for seq in able], decoding == len(running)
+            rates, evidence = [one.rate for one in known], [one.evidence for one in known]
             others = decoding - len(able) + fixed
-            rates = [self._acceptance(seq).rate for seq in able]
-            for seq, depth in zip(able, self.depth.choose(rates, limits, others)):
+            depths = self.depth.choose(rates, limits, others, evidence=evidence, learns=learns)
+            for seq, depth in zip(able, depths):
                 seq.num_drafts = depth
 
     def _limit(self, seq: Sequence) -> int:
@@ -224,7 +228,9 @@ class Speculator(Plain):
             return
         stay: dict[Sequence, int] = {}
         if self.trace.on and logits_RV is not None:
-            self._emit(runs, draws_of(batch), logits_RV)
+            draws = draws_of(batch)
+            for run in runs:
+                self.proposer.tell(run.seq, len(run.tokens) - 1, draws, logits_RV)
         drafted_at, accepted_at = np.zeros(self.most + 1, int), np.zeros(self.most + 1, int)
         for run in runs:
             seq, drafted, accepted = run.seq, len(run.seq.draft_token_ids), len(run.tokens) - 1
@@ -245,27 +251,6 @@ class Speculator(Plain):
         self.metrics.verify_steps += 1
         self.metrics.verify_seconds += self.clock() - self._verifying
 
-    def _emit(self, runs: list[Run], draws: list[Draw], logits_RV: Tensor) -> None:
-        src = f"{__name__}:Speculator._emit#kept-if-the-model-agrees"
-        behind = {(draw.seq, draw.ahead): draw for draw in draws}
-        for run in runs:
-            seq, accepted = run.seq, len(run.tokens) - 1
-            for i, token in enumerate(seq.draft_token_ids[: accepted + 1]):
-                draw = behind[seq, i]
-                row = draw.row(self.proposer.eos_token_ids)
-                p = self.proposer.chance(logits_RV[draw.logits_row][None], [row], [token])[0]
-                q = self.proposer.chances[seq][i] if seq in self.proposer.chances else 1.0
-                self.trace.emit(
-                    "verify",
-                    src,
-                    seq=seq.seq_id,
-                    position=draw.position,
-                    token=token,
-                    p=millionths(p),
-                    q=millionths(q),
-                    accepted=int(i < accepted),
-                )
-
     def undo(self) -> None:
         """The step broke off: so do its drafts."""
         for seq in self._proposed:
@@ -281,6 +266,7 @@ class Speculator(Plain):
             if all(c.samples and c.start >= c.seq.num_prompt_tokens for c in chunks):
                 experts = self._count() if self._due and not followed else None
                 self.depth.steps.observe(len(chunks), tokens, experts, now - began - self._drafting)
+                self.depth.took(now - began)
             if followed:
                 self.depth.skip()
         self._began, self._finished, self._verifying, self._drafting = None, now, None, 0.0
