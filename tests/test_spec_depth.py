@@ -87,7 +87,7 @@ def test_a_neighbour_that_steals_the_machine_for_a_while_changes_little():
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.8, 1.0])
 def test_acceptance_comes_to_what_is_true(rate):
-    generator, one = np.random.default_rng(2), Acceptance(0.5, fade=0.99)
+    generator, one = np.random.default_rng(2), Acceptance(0.5, weight=4, fade=0.99)
     for _ in range(600):
         accepted = 0
         while accepted < 4 and generator.random() < rate:
@@ -114,13 +114,13 @@ def test_what_was_examined_is_forgotten_with_the_text_that_comes_without_drafts(
     for _ in range(200):
         all_of_them.count(4, 4)
     one = Acceptance(all_of_them)
-    for _ in range(20):
+    for _ in range(60):
         one.count(0, 4)
     low = one.rate
-    one.reach(one.at + 10)
+    one.reach(one.at + 20)
     middle = one.rate
-    one.reach(one.at + 500)
-    assert low < 0.4 < middle < one.rate == pytest.approx(all_of_them.rate)
+    one.reach(one.at + 800)
+    assert low < 0.3 < 0.4 < middle < one.rate == pytest.approx(all_of_them.rate)
 
 
 def test_chances_are_means_over_what_the_rate_may_be():
@@ -198,8 +198,8 @@ def test_a_small_gain_changes_nothing():
 def test_a_new_number_of_requests_is_tried_once_unless_it_looks_hopeless():
     depth = chooser(pass_seconds=0.0001)
     depth._met = {1}
-    tried = [depth.choose([0.7] * 8, [6] * 8) for _ in range(6)]
-    assert tried == [[3] * 8, [0] * 8, [0] * 8, [6] * 8, [0] * 8, [0] * 8]
+    tried = [depth.choose([0.7] * 8, [6] * 8) for _ in range(8)]
+    assert tried == [[d] * 8 for d in (3, 3, 0, 0, 6, 6, 0, 0)]
     assert max(depth.choose([0.7] * 9, [6] * 9)) not in (0, 6)  # as many, by powers of two
     hopeless = chooser(pass_seconds=0.1)
     hopeless._met = {1}
@@ -303,7 +303,8 @@ def test_where_drafts_lose_hardly_anything_is_lost(rate, pass_seconds, requests)
     chosen = live(Depth(4), lambda step: rate, cost, 1500, requests, pass_seconds)[100:]
     looked = [step for step, (depths, _, _) in enumerate(chosen) if any(depths)]
     assert looked
-    assert (np.diff(looked) >= REST).all()
+    gaps = np.diff(looked)
+    assert ((gaps == 1) | (gaps >= REST)).all()  # a look is of one step or two
     assert np.diff(looked).max() <= LONGEST_REST + DOZE
     plain = requests / cost(requests)
     assert speed(chosen) > (1 - 3 * EXPLORE) * plain

@@ -19,9 +19,7 @@ REST, LONGEST_REST = 24, 480  # fewest and most steps between two trials
 LOOKED_AT = 16  # while nothing is proposed, one sequence of so many is tried
 DOZE = 8  # steps between two choices while nothing is proposed
 CERTAIN = 1e9  # drafts from which a rate is known, if it is simply given
-WORTH_A_TRY = (
-    0.8  # of plain decoding's speed must be promised before a number of requests not met before is tried
-)
+WORTH_A_TRY = 0.8  # of plain decoding's speed must be promised before all requests get drafts for a trial
 COUNTED = 8  # steps between two whose experts are counted, where that waits for a GPU
 
 
@@ -138,13 +136,20 @@ class Depth:
         return other
 
     def _look(self, options: Options, best: int, limits: Seq[int]) -> list[int]:
-        """What do drafts bring by now? A few sequences suffice, and always the first ones: a draft model has to read first
-        what came without it."""
-        passes = 1 + int(options.speed_PD[1:].max(1).argmax())
-        able = [i for i, limit in enumerate(limits) if limit][: max(1, len(limits) // LOOKED_AT)]
-        depths = [min(limit, passes) if i in able else 0 for i, limit in enumerate(limits)]
-        self._trials = [0, 0]
-        self._wait(options, best, options.seconds_PD[passes].min(), options.tokens_PD.flat[0], 1)
+        """What do drafts bring by now? If they promise nearly what plain decoding does, all get some, twice in a row: the second
+        time a draft model has nothing to read first. Otherwise a few sequences suffice, and always the first ones, so that
+        there is not much to read."""
+        speed_PD = options.speed_PD
+        passes = 1 + int(speed_PD[1:].max(1).argmax())
+        depths = [min(limit, passes) for limit in limits]
+        self._trials = [passes, 0, 0]
+        if speed_PD[passes].max() < WORTH_A_TRY * speed_PD.flat[best]:
+            able = [i for i, limit in enumerate(limits) if limit][: max(1, len(limits) // LOOKED_AT)]
+            depths = [depth if i in able else 0 for i, depth in enumerate(depths)]
+            self._trials = [0, 0]
+        at = int(speed_PD[passes].argmax())
+        steps = len(self._trials) - 1
+        self._wait(options, best, options.seconds_PD[passes, at], options.tokens_PD[passes, at], steps)
         return depths
 
     def _wait(self, options: Options, best: int, seconds: Any, tokens: Any, steps: int) -> None:
@@ -170,14 +175,14 @@ class Depth:
         self._met.add(size)
         if not len(self.steps):  # runs of 0: on a GPU a step that follows another at once is a cheaper one
             most, half = self.most, max(1, self.most // 2)
-            self._trials = [most, 0, 0, 0, 1, most, 0, 0, half, most, 0, 0]
+            self._trials = [most, 0, 0, 0, 1, most, 0, 0, half, half, most, 0, 0]
             return
         depths = np.array(sorted({0, max(1, self.most // 2), self.most}))
         tokens = others + S * np.array([sum(self.acceptance.rate**i for i in range(k + 1)) for k in depths])
         seconds = self.steps.seconds(S + others, others + S * (1 + depths)) + self.drafts.seconds(S, depths)
         worth = depths[tokens / seconds > WORTH_A_TRY * tokens[0] / seconds[0]]
         self._asleep = self._asleep and not len(worth[worth > 0])
-        self._trials = [trial for k in worth[worth > 0].tolist() for trial in (k, 0, 0)]
+        self._trials = [trial for k in worth[worth > 0].tolist() for trial in (k, k, 0, 0)]
 
     def counts_experts(self) -> bool:
         """Whether to count the experts of the next step where that costs time: while all is new, then now and then."""

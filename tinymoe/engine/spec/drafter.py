@@ -109,7 +109,7 @@ class ModelDrafter:
             self.storage.copy_blocks(self.blocks.copies)
         at = dict(zip(counts, self.computed(list(counts))))
         self.caught_up = sum(seq.num_tokens - 1 - at[seq] for seq in counts)
-        self._catch_up(at)
+        self._catch_up(at, self.max_tokens if self.graphs is None or not drawn else self.graphs.buckets[-1])
         parts = [(seq, at[seq], seq.token_ids[at[seq] :]) for seq in counts]
         if drawn and self._flies(parts):
             return self._chain(counts, parts)
@@ -163,9 +163,10 @@ class ModelDrafter:
             spans.append(Span(begin, len(token_ids), stop, table))
         return token_ids, positions, slots, spans
 
-    def _catch_up(self, at: dict[Sequence, int]) -> None:
-        """Long arrears in steps of max_tokens, so that no draft takes more memory than a step of the engine."""
-        while sum(seq.num_tokens - start for seq, start in at.items()) > self.max_tokens:
+    def _catch_up(self, at: dict[Sequence, int], most: int) -> None:
+        """Leave no more than `most` tokens to be read by the first pass. Arrears come in steps of max_tokens, so that no draft
+        takes more memory than a step of the engine."""
+        while sum(seq.num_tokens - start for seq, start in at.items()) > most:
             room, parts = self.max_tokens, []
             for seq, start in at.items():
                 stop = min(seq.num_tokens - 1, start + room)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 MEMORY = 8  # times remembered of each kind of step; their lower quartile counts: a clock errs upwards
-FADE = 0.96  # weight of an examined draft against the next one: easy and hard stretches of a text take turns
+FADE = 0.97  # weight of an examined draft against the next one: easy and hard stretches of a text take turns
 REFIT = 24  # times between two fits
 
 
@@ -19,7 +19,7 @@ class Acceptance:
 
     __slots__ = ("at", "fade", "kept", "prior", "seen", "weight")
 
-    def __init__(self, prior: "float | Acceptance", weight: float = 12.0, fade: float = FADE):
+    def __init__(self, prior: "float | Acceptance", weight: float = 16.0, fade: float = FADE):
         self.prior, self.weight, self.fade = prior, weight, fade
         self.kept = self.seen = 0.0
         self.at = 0

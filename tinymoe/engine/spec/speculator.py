@@ -139,7 +139,7 @@ class Speculator(Plain):
             self.metrics.lap("draft")
             waited, self._pending = self.clock() - start, None
             self._drafting, self._verifying = self._drafting + waited, (self._verifying or 0.0) + waited
-        if self._verifying is not None and self.proposer.caught_up <= 2 * len(self._proposed):
+        if self._verifying is not None and self.proposer.caught_up <= len(self._proposed):
             passes = max(len(seq.draft_token_ids) for seq in self._proposed)
             self.depth.drafts.observe(len(self._proposed), passes, self._drafting)
         return super().draw(*step)
