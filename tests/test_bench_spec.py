@@ -1,6 +1,7 @@
 """`tinymoe bench spec`: rows say what they must, nobody speculates at depth 0, forced acceptance gives the tokens that the
 closed form promises, and options that make no sense are refused."""
 
+import itertools
 import json
 import re
 
@@ -335,35 +336,31 @@ def hand_made_rows():
     ]
 
 
-def test_plain_decoding_is_measured_beside_every_two_arms(monkeypatch):
-    """Each arm is held against the plain runs right before and after it, with the same prompts and coins."""
-    calls = []
+def test_arms_take_turns_and_the_clock_sees_only_their_own(monkeypatch):
+    """On a clock that every step of an arm moves by a number of its own, and the others, too."""
+    clock, log = [0.0], []
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+    arms = []
+    for name, seconds in (("plain", 1.0), ("slow", 3.0), ("quick", 0.5)):
+        engine = Engine(model("moe"), EngineConfig(num_blocks=400, max_model_len=128))
+        step = engine.step
 
-    def run(arm, prompts, tokens, most, seed=0):
-        calls.append((arm.name, tuple(prompts), tokens, seed))
-        return made_up(float(len(calls)), tokens=tokens)
+        def stepped(collect=True, step=step, name=name, seconds=seconds):
+            clock[0] += seconds
+            log.append(name)
+            return step(collect=collect)
 
-    monkeypatch.setattr(measure, "decode", run)
-    arms = [Arm(n, None, d) for n, d in (("plain", None), ("0", 0), ("2", 2), ("4", 4), ("free", None))]
-    arms[0] = arms[0]._replace(speculates=False)
-    found = measure.interleave(arms, [["a", "b"], ["c", "d"]], 8, 99)
-    assert calls[:5] == [
-        (n, ("a", "b"), 8 if n == "free" else 2, 0) for n in ("plain", "0", "2", "4", "free")
-    ]
-    turns = [
-        ("plain", "0", "2", "plain", "4", "free", "plain"),
-        ("plain", "free", "4", "plain", "2", "0", "plain"),
-    ]
-    assert [name for name, *_ in calls[5:]] == [*turns[0], *turns[1]]
-    assert {(prompts, seed) for _, prompts, _, seed in calls[5:]} == {(("a", "b"), 0), (("c", "d"), 2)}
-    assert found.keys() == {"0", "2", "4", "free"}
-    # Run number i takes i seconds: the first of "2" is the eighth, between the sixth and the ninth, which are plain.
-    assert (found["2"].own[0].seconds, found["2"].plain[0].seconds, found["2"].plain[0].tokens) == (
-        8,
-        6 + 9,
-        16,
-    )
-    assert (found["free"].own[1].seconds, found["free"].plain[1].seconds) == (14, 13 + 16)
+        engine.step = stepped
+        arms.append(Arm(name, engine, None, False))
+    runs = measure.interleave(arms, [prompts(2), prompts(2)], 12, 120, turn_s=2.0)
+    for name, seconds in (("plain", 1.0), ("slow", 3.0), ("quick", 0.5)):
+        assert [run.steps for run in runs[name]] == [12, 12]
+        assert [run.seconds for run in runs[name]] == [12 * seconds] * 2
+    turns = [len(list(group)) for _, group in itertools.groupby(log)]
+    assert max(turns) < 12  # nobody runs through
+    assert runs["plain"][0].made == runs["slow"][0].made
+    whole = measure.interleave(arms, [prompts(2)], 12, 120)
+    assert whole["slow"][0].seconds == 36
 
 
 def test_a_coin_falls_alike_at_every_depth():

@@ -18,7 +18,7 @@ from tinymoe.bench.gpu.e2e.models import MODELS, Workload, prompts_of
 from tinymoe.bench.gpu.moe import ceilings
 from tinymoe.bench.results import write_results
 from tinymoe.bench.spec import synthetic
-from tinymoe.bench.spec.measure import Arm, Runs, against_best, decode, interleave, room, summary
+from tinymoe.bench.spec.measure import Arm, Timed, against_best, decode, interleave, room, summary
 from tinymoe.bench.spec.options import (
     DRAFTS,
     TARGETS,
@@ -41,6 +41,7 @@ from tinymoe.text import Tokenizer
 
 __all__ = ["add_arguments", "run"]
 BLOCK = 16
+TURN_S = 0.03  # seconds of one arm before the next one's turn, on a CPU
 TEXTS = 8  # that every figure sees at least: one text is easier to guess than another
 Cells = dict[int, list[list[list[int]]]]  # requests at once -> sets of so many prompts, one set a run
 
@@ -91,19 +92,16 @@ def run_bundled(target: str, a: argparse.Namespace) -> list[dict[str, Any]]:
         arms = [Arm("plain", Engine(model, EngineConfig(**options)), None, False)]
         kinds: dict[str, str] = {}
         for kind in drafts:
-            engines = [
-                Engine(
-                    model,
-                    EngineConfig(speculative_config=speculation(kind, adaptive, max(a.depths)), **options),
-                    draft=dense if kind == "draft_model" else None,
-                )
-                for adaptive in (False, True)
-            ]
-            mine = [Arm(f"{kind} {depth}", engines[depth is None], depth) for depth in depths_of(a)]
+            draft = dense if kind == "draft_model" else None
+            mine = []
+            for depth in depths_of(a):  # an engine each: they take turns
+                guess = speculation(kind, depth is None, max(a.depths))
+                config = EngineConfig(speculative_config=guess, **options)
+                mine.append(Arm(f"{kind} {depth}", Engine(model, config, draft=draft), depth))
             kinds |= {arm.name: kind for arm in mine}
             arms += mine
         for n, sets in cells.items():
-            runs = interleave(arms, sets, tokens_of(a, n), options["max_model_len"])
+            runs = interleave(arms, sets, tokens_of(a, n), options["max_model_len"], TURN_S)
             about = {"model": TARGETS[target], "domain": domain, "requests": n, "synthetic": False}
             rows += rows_of(
                 runs, arms, {name: {"draft": kind} for name, kind in kinds.items()}, about, model, a
@@ -116,7 +114,7 @@ def speculation(kind: str, adaptive: bool, most: int) -> dict[str, Any]:
 
 
 def rows_of(
-    runs: dict[str, Runs],
+    runs: dict[str, list[Timed]],
     arms: list[Arm],
     labels: dict[str, dict[str, Any]],
     about: dict[str, Any],
@@ -128,7 +126,7 @@ def rows_of(
     weight = model.norm.weight
     rows = []
     for arm in arms[1:]:
-        measured = summary(*runs[arm.name], layers)
+        measured = summary(runs[arm.name], runs["plain"], layers)
         rows.append({
             "target": "moe" if layers else "dense", **about, **labels[arm.name], "depth": arm.depth,
             "adaptive": arm.depth is None, **measured, "tokens": tokens_of(a, about["requests"]), "mode": "greedy",

@@ -14,8 +14,11 @@ i drafts: the expectation of Leviathan et al. (arXiv 2211.17192) without its ass
 without drafts gets one. So what lies between tok_s and its bound is scheduling, bookkeeping and Python.
 """
 
+import math
+import random
 import time
 from collections import deque
+from collections.abc import Generator
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -69,13 +72,27 @@ def room(prompts: list[list[int]], tokens: int, depth: int) -> int:
 
 
 def decode(arm: Arm, prompts: list[list[int]], tokens: int, most: int, seed: int = 0) -> Timed:
-    """Run the prompts, greedily, from a cold prefix cache, until len(prompts) * tokens tokens have been timed. most: the
-    longest sequence that the engine has pages for, in tokens. seed: of the first request, one more for each other; only a
-    coin (tinymoe.bench.spec.synthetic) asks for it."""
-    engine = arm.engine
+    """One run from its beginning to its end: see `decoding`."""
+    turns = decoding(arm, prompts, tokens, most, seed)
+    while True:
+        try:
+            next(turns)
+        except StopIteration as end:
+            return end.value
+
+
+def decoding(
+    arm: Arm, prompts: list[list[int]], tokens: int, most: int, seed: int = 0, turn_s: float = math.inf
+) -> Generator[None, None, Timed]:
+    """Run the prompts, greedily, from a cold prefix cache, until len(prompts) * tokens tokens have been timed; in turns of at
+    least turn_s seconds, between which something else may run that no clock sees.
+
+    most: the longest sequence that the engine has pages for, in tokens. seed: of the first request, one more for each other;
+    only a coin (tinymoe.bench.spec.synthetic) asks for it.
+    """
+    engine, watch = arm.engine, Stopwatch(turn_s)
     engine.reset_prefix_cache()
     outbox: deque = deque()
-    start = time.perf_counter()
     metrics, routes = engine.metrics, engine.routes
     first = metrics.generation_tokens
     ids = [f"spec-{i}" for i in range(len(prompts))]
@@ -93,20 +110,24 @@ def decode(arm: Arm, prompts: list[list[int]], tokens: int, most: int, seed: int
     made, steps, plain_s = metrics.generation_tokens, 0, 0.0
     draft_s, verify_s, visited = metrics.draft_seconds, metrics.verify_seconds, routes.visited()
     routed = routes.routed_steps
-    began = time.perf_counter()
+    began = watch.seconds
     end = made + len(prompts) * tokens
     while metrics.generation_tokens < end:
+        if watch.over:
+            watch.stop()
+            yield
+            watch.start()
         verified, busy = metrics.verify_steps, metrics.forward_seconds + metrics.sample_seconds
         engine.step(collect=False)
         steps += 1
         if metrics.verify_steps == verified:
             plain_s += metrics.forward_seconds + metrics.sample_seconds - busy
-    now = time.perf_counter()
+    now = watch.seconds
     experts = (routes.visited() - visited) * steps / max(1, routes.routed_steps - routed)
     timed = Timed(
         seconds=now - began,
         tokens=metrics.generation_tokens - made,
-        whole_seconds=now - start,
+        whole_seconds=now,
         whole_tokens=metrics.generation_tokens - first,
         steps=steps,
         draft_s=metrics.draft_seconds - draft_s,
@@ -125,66 +146,65 @@ def decode(arm: Arm, prompts: list[list[int]], tokens: int, most: int, seed: int
     return timed._replace(made=[output.outputs[0].token_ids for output in outputs if output is not None])
 
 
+class Stopwatch:
+    """Seconds of all turns so far. over: whether this one has lasted turn_s."""
+
+    def __init__(self, turn_s: float):
+        self.turn_s, self._before = turn_s, 0.0
+        self.start()
+
+    def start(self) -> None:
+        self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        self._before = self.seconds
+
+    @property
+    def seconds(self) -> float:
+        return self._before + time.perf_counter() - self._began
+
+    @property
+    def over(self) -> bool:
+        return time.perf_counter() - self._began >= self.turn_s
+
+
 def _reading(engine: Engine) -> bool:
     """Whether some request still has no token."""
     everybody = (*engine.scheduler.waiting, *engine.scheduler.running)
     return any(seq.num_tokens == seq.num_prompt_tokens for seq in everybody)
 
 
-class Runs(NamedTuple):
-    """Runs of one arm, one for each set of prompts, and what plain decoding did with the same prompts right before and after
-    each of them, as one run."""
+def interleave(
+    arms: list[Arm], sets: list[list[list[int]]], tokens: int, most: int, turn_s: float = math.inf
+) -> dict[str, list[Timed]]:
+    """Runs of every arm by its name, one for each set of prompts.
 
-    own: list[Timed]
-    plain: list[Timed]
-
-
-BESIDE = 2  # arms between two runs of plain decoding
-
-
-def interleave(arms: list[Arm], sets: list[list[list[int]]], tokens: int, most: int) -> dict[str, Runs]:
-    """Runs of every arm by its name; the first arm is plain decoding. All arms run a set in turn, in one direction and back,
-    with plain decoding before and after every two of them: a machine drifts, and what is compared should stand side by
-    side. Before that each warms up (fixed depths in short, but adaptive depth learns from it)."""
-    plain, *others = arms
+    All arms run a set side by side, in turns of turn_s seconds and in an order that changes, so that whatever else the machine
+    does falls on all. By default a turn is a whole run: a GPU drifts little, and would be found at work for another arm.
+    Before that each warms up (fixed depths in short, but adaptive depth learns from it).
+    """
     for arm in arms:
         learns = arm.speculates and arm.depth is None
         decode(arm, sets[0], tokens if learns else max(1, tokens // 4), most)
-    runs = {arm.name: Runs([], []) for arm in others}
+    runs: dict[str, list[Timed]] = {arm.name: [] for arm in arms}
+    order = random.Random(0)
     for i, prompts in enumerate(sets):
-        turn, seed = others[:: 1 - 2 * (i % 2)], i * len(prompts)
-        after = decode(plain, prompts, tokens, most, seed)
-        for start in range(0, len(turn), BESIDE):
-            part, before = turn[start : start + BESIDE], after
-            for arm in part:
-                runs[arm.name].own.append(decode(arm, prompts, tokens, most, seed))
-            after = decode(plain, prompts, tokens, most, seed)
-            for arm in part:
-                runs[arm.name].plain.append(together(before, after))
+        under_way = {arm.name: decoding(arm, prompts, tokens, most, i * len(prompts), turn_s) for arm in arms}
+        while under_way:
+            for name in order.sample(list(under_way), len(under_way)):
+                try:
+                    next(under_way[name])
+                except StopIteration as end:
+                    runs[name].append(end.value)
+                    del under_way[name]
     return runs
-
-
-def together(a: Timed, b: Timed) -> Timed:
-    """Two runs of one arm with the same prompts as one."""
-    summed = (
-        "seconds",
-        "tokens",
-        "whole_seconds",
-        "whole_tokens",
-        "steps",
-        "draft_s",
-        "verify_s",
-        "plain_s",
-        "experts",
-    )
-    return a._replace(**{name: getattr(a, name) + getattr(b, name) for name in summed})
 
 
 def summary(runs: list[Timed], plain: list[Timed], layers: int) -> dict[str, Any]:
     """The measured part of a row. layers: how many of the target's have experts.
 
-    tok_s, plain_tok_s, bound_tok_s: medians; speedup: tok_s over that of plain decoding beside it, and bound_share: over the
-    bound of the same run, both with quartiles.
+    tok_s, plain_tok_s, bound_tok_s: medians; speedup: tok_s over that of plain decoding with the same prompts, beside it, and
+    bound_share: over the bound of the same run, both with quartiles.
     acceptance: drafts kept per draft; acceptance_at: the same for each place. distinct_experts: visited in one layer by one
     step (null without experts). draft_ms, verify_ms: of one step, as a mean; steps without drafts verify nothing but
     count. same_as_plain: share of requests whose tokens are plain decoding's as far as both go.
@@ -221,7 +241,7 @@ def against_best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """How adaptive depth compares to the better of no speculation and the best fixed depth, for each group of rows that
     differ in depth only; and how near the fastest arm comes to its bound.
 
-    Compared are times plain decoding, each against plain runs beside it. The best of several depths that were measured with
+    Compared are times plain decoding, each against the plain run beside it. The best of several depths that were measured with
     noise is a little too good. placebo: depth 0, which should be plain decoding, if it was measured.
     """
     found = []
