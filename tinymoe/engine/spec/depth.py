@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinymoe.engine.spec.estimates import Acceptance, CostModel, DraftTimes, chances
+from tinymoe.engine.spec.estimates import Acceptance, CostModel, DraftTimes, Pace, chances
 
 GAIN = 1.02  # a change of depth must promise 2 % more tokens per second
 EXPLORE = 0.01  # share of the time that trying what looks worse may cost
 REST, LONGEST_REST = 24, 480  # fewest and most steps between two trials
 LOOKED_AT = 16  # while nothing is proposed, one sequence of so many is tried
+CHOSEN_FOR = 4  # steps that a choice is good for
 DOZE = 8  # steps between two choices while nothing is proposed
 CERTAIN = 1e9  # drafts from which a rate is known, if it is simply given
 WORTH_A_TRY = 0.8  # of plain decoding's speed must be promised before all requests get drafts for a trial
@@ -44,8 +45,8 @@ class Depth:
 
     def __init__(self, most: int, most_experts: float = math.inf):
         self.most = most
-        self.steps = CostModel(most_experts)
-        self.drafts = DraftTimes()
+        pace = Pace()
+        self.steps, self.drafts = CostModel(most_experts, pace), DraftTimes(pace)
         self.acceptance = Acceptance(0.7, weight=2.0, fade=0.995)  # of all requests
         self._trials: list[int] = []  # depths of the next steps
         self._met: set[int] = set()  # numbers of sequences, by powers of two, that have been tried
@@ -53,6 +54,7 @@ class Depth:
         self._asleep = False  # whether the last choice was to propose nothing
         self._wakes = False  # whether drafts would pay again if each request were like all by now
         self._since, self._pause = 0, REST  # steps since something else was tried, and until it will be
+        self._key, self._chosen = (), []  # for which limits what was chosen
         self._turn = self._steps = 0
         self._tried, self._speed, self._tokens = False, 0.0, 1.0  # of the choice that was not taken
 
@@ -81,6 +83,9 @@ class Depth:
             depth = self._trials.pop(0) if self._trials and learns else 0
             return [min(depth, limit) for limit in limits]
         self._since += 1
+        key = (others, *limits)
+        if key == self._key and self._since % CHOSEN_FOR and self._since < self._pause:
+            return list(self._chosen)
         sequence_D = np.repeat(np.arange(S), limits)
         place_D = np.concatenate([np.arange(limit) for limit in limits]) + 1
         known_S = np.full(S, CERTAIN) if evidence is None else np.asarray(evidence)
@@ -101,7 +106,9 @@ class Depth:
             best = self._explore(options, best)
         passes, last = divmod(best, len(order_D))
         chosen_D = order_D[: last + 1][options.taken_PD[passes, : last + 1]]
-        return np.bincount(sequence_D[chosen_D], minlength=S).tolist()
+        depths = np.bincount(sequence_D[chosen_D], minlength=S).tolist()
+        self._key, self._chosen = key if self._since else (), depths  # a trial is not kept
+        return depths
 
     def _options(self, place_D: np.ndarray, gain_D: np.ndarray, S: int, others: int) -> Options:
         """For drafts at these places of their sequences, the likeliest first."""
@@ -188,6 +195,10 @@ class Depth:
         """Whether to count the experts of the next step where that costs time: while all is new, then now and then."""
         self._steps += 1
         return bool(self._trials) or not len(self.steps) or self._steps % COUNTED == 0
+
+    def knows_enough(self) -> bool:
+        """Whether the time of a step without drafts would tell nothing new: one of several in a row is enough."""
+        return self._asleep and not self._trials and self._since % CHOSEN_FOR != 0
 
     def rests(self, n: int) -> bool:
         """Whether the next step will surely propose nothing, whatever the tokens of this one of n tokens are."""

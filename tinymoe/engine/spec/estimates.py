@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-MEMORY = 8  # times remembered of each kind of step; their lower quartile counts: a clock errs upwards
+MEMORY = 8  # times remembered of each kind of step; their median counts
+PACE, CLIP = 0.05, 0.2  # how fast the pace follows one step, and how far off at most that is taken to be
 FADE = 0.97  # weight of an examined draft against the next one: easy and hard stretches of a text take turns
 REFIT = 24  # times between two fits
 
@@ -60,21 +61,35 @@ def chances(rate_S: np.ndarray, evidence_S: np.ndarray, places: int) -> np.ndarr
     return np.cumprod((kept_S1 + i) / (seen_S1 + i), axis=1)
 
 
-class Times:
-    """The last few times of one kind of thing. low: their lower quartile."""
+class Pace:
+    """How slow the machine is now. It may have other work, or another clock rate, than when a time was taken; times that are
+    divided by the pace they were taken at can be compared."""
 
-    __slots__ = ("_known", "low")
+    __slots__ = ("slow",)
+
+    def __init__(self) -> None:
+        self.slow = 1.0
+
+    def follow(self, seconds: float, expected: float) -> None:
+        """A step took so long that was expected to take so long."""
+        self.slow *= math.exp(PACE * min(CLIP, max(-CLIP, math.log(seconds / expected))))
+
+
+class Times:
+    """The last few times of one kind of thing. middle: their median, the shorter one of two."""
+
+    __slots__ = ("_known", "middle")
 
     def __init__(self) -> None:
         self._known: deque[float] = deque(maxlen=MEMORY)
-        self.low = math.inf
+        self.middle = math.inf
 
     def __len__(self) -> int:
         return len(self._known)
 
     def add(self, seconds: float) -> None:
         self._known.append(max(seconds, 1e-9))
-        self.low = sorted(self._known)[(len(self._known) - 1) // 4]
+        self.middle = sorted(self._known)[(len(self._known) - 1) // 2]
 
 
 class Curve(NamedTuple):
@@ -94,8 +109,9 @@ class CostModel:
     a GPU idles meanwhile. The line is fitted to all steps; what those of one kind are off it is remembered beside it.
     """
 
-    def __init__(self, most_experts: float = math.inf):
+    def __init__(self, most_experts: float = math.inf, pace: Pace | None = None):
         self.most_experts = most_experts  # of all layers together
+        self.pace = pace or Pace()
         self.a = self.b = self.c = self.d = 0.0
         self._times: dict[Kind, dict[int, Times]] = {}
         self._curves: dict[Kind, Curve] = {}
@@ -121,9 +137,11 @@ class CostModel:
         elif n not in self._experts:
             return
         times = self._times.setdefault(kind, {}).setdefault(n, Times())
-        times.add(seconds)
+        if len(times) >= MEMORY // 2:
+            self.pace.follow(seconds, times.middle * self.pace.slow)
+        times.add(seconds / self.pace.slow)
         self._new += 1
-        if len(times) < 3 or self._new >= REFIT:
+        if len(times) == 1 or self._new >= REFIT:
             self._new = 0
             self._fit()
 
@@ -131,7 +149,7 @@ class CostModel:
         known = sorted(self._experts.items())
         self._counted = np.array(known, dtype=float).T
         points = [
-            (kind, n, times.low, len(times))
+            (kind, n, times.middle, len(times))
             for kind, steps in sorted(self._times.items())
             for n, times in sorted(steps.items())
         ]
@@ -165,7 +183,8 @@ class CostModel:
         drafts = n > sequences
         line = self.a + self.b * self.experts(n) + self.c * n + self.d * drafts
         size = sequences.bit_length()
-        return np.maximum(line + np.where(drafts, self._off(size, True, n), self._off(size, False, n)), 1e-9)
+        off = np.where(drafts, self._off(size, True, n), self._off(size, False, n))
+        return self.pace.slow * np.maximum(line + off, 1e-9)
 
     def _off(self, size: int, drafts: bool, n: np.ndarray) -> np.ndarray:
         """As steps of this kind are off the line, or of the nearest size that has been seen."""
@@ -178,12 +197,13 @@ class CostModel:
 class DraftTimes:
     """Seconds that drafts take, by the number of sequences (powers of two) and of passes."""
 
-    def __init__(self) -> None:
+    def __init__(self, pace: Pace | None = None):
+        self.pace = pace or Pace()
         self._times: dict[int, dict[int, Times]] = {}
 
     def observe(self, sequences: int, passes: int, seconds: float) -> None:
         known = self._times.setdefault(sequences.bit_length(), {})
-        known.setdefault(passes, Times()).add(seconds)
+        known.setdefault(passes, Times()).add(seconds / self.pace.slow)
 
     def seconds(self, sequences: int, passes_M: np.ndarray) -> np.ndarray:
         """[M]: as measured for the nearest number of sequences, between numbers of passes on a line."""
@@ -191,9 +211,9 @@ class DraftTimes:
             return np.zeros(len(passes_M))
         size = sequences.bit_length()
         known = self._times[min(self._times, key=lambda s: abs(s - size))]
-        passes, low = [0, *sorted(known)], [0.0, *(known[k].low for k in sorted(known))]
-        beyond = np.maximum(0, passes_M - passes[-1]) * low[-1] / passes[-1]
-        return np.interp(passes_M, passes, low) + beyond
+        passes, times = [0, *sorted(known)], [0.0, *(known[k].middle for k in sorted(known))]
+        beyond = np.maximum(0, passes_M - passes[-1]) * times[-1] / passes[-1]
+        return self.pace.slow * (np.interp(passes_M, passes, times) + beyond)
 
 
 def _near(n: int) -> int:
@@ -203,15 +223,18 @@ def _near(n: int) -> int:
 
 
 def _least_squares(X: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """argmin |Xw - y| over w >= 0: with few columns, the best of all supports on which the optimum is positive."""
-    best, least = np.zeros(X.shape[1]), float(y @ y)
+    """argmin |Xw - y| over w >= 0: with few columns, the best of all supports on which the optimum is positive. If that is so
+    on the support of all, it is the best."""
+    columns, best, least = X.shape[1], np.zeros(X.shape[1]), float(y @ y)
     scale = np.maximum(np.linalg.norm(X, axis=0), 1e-12)
-    for size in range(1, X.shape[1] + 1):
-        for columns in map(list, combinations(range(X.shape[1]), size)):
-            A = X[:, columns] / scale[columns]
+    for size in range(columns, 0, -1):
+        for support in map(list, combinations(range(columns), size)):
+            A = X[:, support] / scale[support]
             w = np.linalg.solve(A.T @ A + 1e-6 * np.eye(size), A.T @ y)
             error = float(((A @ w - y) ** 2).sum())
-            if (w >= 0).all() and error < least * (1 - 1e-4):
-                best, least = np.zeros(X.shape[1]), error
-                best[columns] = w / scale[columns]
+            if (w >= 0).all() and error < least:
+                best, least = np.zeros(columns), error
+                best[support] = w / scale[support]
+                if size == columns:
+                    return best
     return best

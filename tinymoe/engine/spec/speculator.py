@@ -63,15 +63,15 @@ class Speculator(Plain):
 
     def plan(self, running: Seq[Sequence]) -> None:
         """How many drafts each sequence may have in the coming step: sets num_drafts."""
-        self._due = self.adaptive and (not self.routes.waits or self.depth.counts_experts())
-        if self._due and self._counted != self.routes.routed_steps:
-            self._count()
         self._began, self._drafting = self.clock(), 0.0
         if self.adaptive and self.depth.dozes(len(running)) and not any(map(self._is_fixed, running)):
             for seq in running:
                 seq.num_drafts, seq.draft_token_ids = 0, []
             self.depth.skip()
             return
+        self._due = self.adaptive and (not self.routes.waits or self.depth.counts_experts())
+        if self._due and self._counted != self.routes.routed_steps:
+            self._count()
         self.proposer.look_up(running)
         decoding, able, limits, fixed = 0, [], [], 0
         for seq in running:
@@ -262,13 +262,14 @@ class Speculator(Plain):
         """The step is over: its time and its experts teach what a step of so many tokens costs. followed: the next one runs
         already, without drafts; to count the experts of this one would be to wait for it."""
         began, now = self._finished if self._began is None else self._began, self.clock()
-        if self.adaptive and began is not None:
+        known = self._verifying is None and self.depth.knows_enough()
+        if self.adaptive and began is not None and not known:
             if all(c.samples and c.start >= c.seq.num_prompt_tokens for c in chunks):
                 experts = self._count() if self._due and not followed else None
                 self.depth.steps.observe(len(chunks), tokens, experts, now - began - self._drafting)
                 self.depth.took(now - began)
-            if followed:
-                self.depth.skip()
+        if self.adaptive and followed:
+            self.depth.skip()
         self._began, self._finished, self._verifying, self._drafting = None, now, None, 0.0
         self._due = self.routes.verifying = False
 
