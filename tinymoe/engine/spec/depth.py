@@ -14,7 +14,7 @@ import numpy as np
 from tinymoe.engine.spec.estimates import Acceptance, CostModel, DraftTimes, Pace, chances
 
 GAIN = 1.02  # a change of depth must promise 2 % more tokens per second
-EXPLORE = 0.01  # share of the time that trying what looks worse may cost
+EXPLORE = 0.015  # share of the time that trying what looks worse may cost
 REST, LONGEST_REST = 24, 480  # fewest and most steps between two trials
 LOOKED_AT = 16  # while nothing is proposed, one sequence of so many is tried
 CHOSEN_FOR = 4  # steps that a choice is good for
@@ -177,7 +177,7 @@ class Depth:
     def _meet(self, S: int, others: int) -> None:
         """What was learnt of few sequences tells little of many: the first time that there are so many, try again, unless it
         looks hopeless."""
-        if (size := S.bit_length()) in self._met or self._trials:
+        if (size := (S + others).bit_length()) in self._met or self._trials:
             return
         self._met.add(size)
         if not len(self.steps):  # runs of 0: on a GPU a step that follows another at once is a cheaper one

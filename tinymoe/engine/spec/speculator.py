@@ -263,11 +263,10 @@ class Speculator(Plain):
         already, without drafts; to count the experts of this one would be to wait for it."""
         began, now = self._finished if self._began is None else self._began, self.clock()
         known = self._verifying is None and self.depth.knows_enough()
-        if self.adaptive and began is not None and not known:
-            if all(c.samples and c.start >= c.seq.num_prompt_tokens for c in chunks):
-                experts = self._count() if self._due and not followed else None
-                self.depth.steps.observe(len(chunks), tokens, experts, now - began - self._drafting)
-                self.depth.took(now - began)
+        if self.adaptive and began is not None and not known and all(map(_decodes, chunks)):
+            experts = self._count() if self._due and not followed else None
+            self.depth.steps.observe(len(chunks), tokens, experts, now - began - self._drafting)
+            self.depth.took(now - began)
         if self.adaptive and followed:
             self.depth.skip()
         self._began, self._finished, self._verifying, self._drafting = None, now, None, 0.0
@@ -285,3 +284,7 @@ class Speculator(Plain):
         if not any(self._limit(c.seq) for c in chunks):
             return True
         return self.depth.rests(len(chunks)) and not any(self._is_fixed(c.seq) for c in chunks)
+
+
+def _decodes(chunk: Chunk) -> bool:
+    return chunk.samples and chunk.start >= chunk.seq.num_prompt_tokens
