@@ -10,7 +10,7 @@ from tinymoe.core.model_config import ConfigError, LayerConfig, ModelConfig
 from tinymoe.core.params import SamplingParams
 from tinymoe.engine.engine import Engine
 from tinymoe.engine.intake import RequestError
-from tinymoe.engine.spec.depth import DOZE, EXPLORE, GAIN, LONGEST_REST, REST, Depth
+from tinymoe.engine.spec.depth import CHOSEN_FOR, DOZE, EXPLORE, GAIN, LONGEST_REST, REST, Depth
 from tinymoe.engine.spec.estimates import Acceptance, CostModel, chances
 from tinymoe.engine.spec.ngram import Lookup, NgramDrafter
 from tinymoe.model.decoder import Decoder
@@ -204,6 +204,27 @@ def test_a_new_number_of_requests_is_tried_once_unless_it_looks_hopeless():
     hopeless = chooser(pass_seconds=0.1)
     hopeless._met = {1}
     assert hopeless.choose([0.7] * 8, [6] * 8) == [0] * 8
+
+
+@pytest.mark.parametrize("room", [0, 20, 36])
+def test_a_step_with_drafts_stays_within_what_a_graph_takes(room):
+    depth = Depth(6, most_tokens=64 + room)
+    seen = [
+        sum(depths) for depths, _, _ in live(depth, lambda step: 0.95, lambda n: 0.01 + 1e-5 * n, 200, 64)
+    ]
+    assert max(seen) <= room
+    assert max(seen) >= 0.8 * room
+
+
+def test_a_choice_holds_for_a_few_steps_like_the_first():
+    depth = chooser(pass_seconds=0.0001)
+    chosen = depth.choose([0.7] * 3, [6, 6, 2])
+    assert any(chosen)
+    assert depth.kept([6, 6, 1], 0) is None
+    assert depth.kept([6, 6, 2], 1) is None
+    while (again := depth.kept([6, 6, 2], 0)) is not None:
+        assert again == chosen
+    assert depth._since % CHOSEN_FOR == CHOSEN_FOR - 1
 
 
 def test_one_lucky_request_does_not_make_all_wait_for_a_deep_draft():

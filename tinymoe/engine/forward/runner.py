@@ -51,6 +51,12 @@ def can_capture(model: Decoder, config: EngineConfig) -> bool:
     return not config.enforce_eager and fused and on_gpu
 
 
+def decode_buckets(config: EngineConfig) -> list[int]:
+    """Numbers of tokens that decode steps are captured for, with as many drafts as there may be."""
+    drafts = config.speculation.num_speculative_tokens if config.speculation is not None else 0
+    return buckets_up_to(min(config.max_num_seqs * (1 + drafts), config.max_num_batched_tokens))
+
+
 class Forward(NamedTuple):
     """What a step's forward pass leaves: logits [R, V] float32 of batch.rows; a captured graph also draws tokens, and its
     logits are gone (None) once another step follows."""
@@ -78,9 +84,7 @@ class Runner:
         """Record decode steps as CUDA graphs, where there are CUDA and kernels that wait for nothing."""
         if can_capture(self.model, config):
             width = -(-max_model_len // config.block_size)
-            drafts = config.speculation.num_speculative_tokens if config.speculation is not None else 0
-            rows = min(config.max_num_seqs * (1 + drafts), config.max_num_batched_tokens)
-            graphs = DecodeGraphs(self._decode, buckets_up_to(rows), width, self.device)
+            graphs = DecodeGraphs(self._decode, decode_buckets(config), width, self.device)
             graphs.capture(set(self.windows), max_model_len, self.model.invariant)
             self.graphs = graphs
 

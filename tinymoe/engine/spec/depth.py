@@ -41,10 +41,11 @@ class Options(NamedTuple):
 
 
 class Depth:
-    """Chooses depths, step by step. most: num_speculative_tokens; most_experts: of all layers together."""
+    """Chooses depths, step by step. most: num_speculative_tokens; most_experts: of all layers together; most_tokens: of a step
+    with drafts (beyond them a GPU has no captured graph)."""
 
-    def __init__(self, most: int, most_experts: float = math.inf):
-        self.most = most
+    def __init__(self, most: int, most_experts: float = math.inf, most_tokens: int = 1 << 30):
+        self.most, self.most_tokens = most, most_tokens
         pace = Pace()
         self.steps, self.drafts = CostModel(most_experts, pace), DraftTimes(pace)
         self.acceptance = Acceptance(0.7, weight=2.0, fade=0.995)  # of all requests
@@ -79,13 +80,11 @@ class Depth:
         S = len(limits)
         if learns:
             self._meet(S, others)
+        room = self.most_tokens - S - others
         if self._trials or not len(self.steps):
             depth = self._trials.pop(0) if self._trials and learns else 0
-            return [min(depth, limit) for limit in limits]
+            return [min(depth, limit, max(0, room // S)) for limit in limits]
         self._since += 1
-        key = (others, *limits)
-        if key == self._key and self._since % CHOSEN_FOR and self._since < self._pause:
-            return list(self._chosen)
         sequence_D = np.repeat(np.arange(S), limits)
         place_D = np.concatenate([np.arange(limit) for limit in limits]) + 1
         known_S = np.full(S, CERTAIN) if evidence is None else np.asarray(evidence)
@@ -107,8 +106,17 @@ class Depth:
         passes, last = divmod(best, len(order_D))
         chosen_D = order_D[: last + 1][options.taken_PD[passes, : last + 1]]
         depths = np.bincount(sequence_D[chosen_D], minlength=S).tolist()
-        self._key, self._chosen = key if self._since else (), depths  # a trial is not kept
+        self._key, self._chosen = ((others, *limits) if self._since else ()), depths  # a trial is not kept
         return depths
+
+    def kept(self, limits: Seq[int], others: int) -> list[int] | None:
+        """What was chosen for a step like this one, if that was not long ago; see `choose`."""
+        since = self._since + 1
+        good = since % CHOSEN_FOR != 0 and since < self._pause and not self._trials
+        if not good or (others, *limits) != self._key or not any(limits):
+            return None
+        self._since = since
+        return self._chosen
 
     def _options(self, place_D: np.ndarray, gain_D: np.ndarray, S: int, others: int) -> Options:
         """For drafts at these places of their sequences, the likeliest first."""
@@ -117,7 +125,9 @@ class Depth:
         count_PD = taken_PD.cumsum(1)
         tokens_PD = S + others + (taken_PD * gain_D).cumsum(1)
         seconds_PD = self.steps.seconds(S + others, S + others + count_PD)
-        return Options(taken_PD, count_PD, tokens_PD, seconds_PD + self.drafts.seconds(S, passes_P)[:, None])
+        seconds_PD = seconds_PD + self.drafts.seconds(S, passes_P)[:, None]
+        seconds_PD[S + others + count_PD > self.most_tokens] = math.inf
+        return Options(taken_PD, count_PD, tokens_PD, seconds_PD)
 
     def _best(self, options: Options, S: int) -> int:
         """The fastest, flat; or what lies nearest to the last choice, if that is hardly slower."""
@@ -148,11 +158,13 @@ class Depth:
         there is not much to read."""
         speed_PD = options.speed_PD
         passes = 1 + int(speed_PD[1:].max(1).argmax())
-        depths = [min(limit, passes) for limit in limits]
-        self._trials = [passes, 0, 0]
+        room = max(0, self.most_tokens - int(options.tokens_PD.flat[0]))
+        uniform = min(passes, room // len(limits))
+        depths = [min(limit, uniform) for limit in limits]
+        self._trials = [uniform, 0, 0]
         if speed_PD[passes].max() < WORTH_A_TRY * speed_PD.flat[best]:
             able = [i for i, limit in enumerate(limits) if limit][: max(1, len(limits) // LOOKED_AT)]
-            depths = [depth if i in able else 0 for i, depth in enumerate(depths)]
+            depths = [min(limit, passes) if i in able else 0 for i, limit in enumerate(limits)]
             self._trials = [0, 0]
         at = int(speed_PD[passes].argmax())
         steps = len(self._trials) - 1

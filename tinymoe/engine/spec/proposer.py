@@ -13,6 +13,7 @@ from tinymoe.core.model_config import brief, require
 from tinymoe.core.sequence import Sequence
 from tinymoe.core.trace import Trace
 from tinymoe.engine.forward.passes import Pending
+from tinymoe.engine.forward.runner import can_capture, decode_buckets
 from tinymoe.engine.sampling import Row, Sampler
 from tinymoe.engine.sampling.draws import Draw
 from tinymoe.engine.sampling.logits import apply_edits
@@ -49,6 +50,8 @@ class Proposer:
         self.coupled = options.acceptance == "coupled" or options.method == "ngram"
         self.lookup = NgramDrafter(options.prompt_lookup_min or 1, options.prompt_lookup_max or 1)
         self.drafter: ModelDrafter | None = None
+        flies = can_capture(model, config)
+        self.most_tokens = decode_buckets(config)[-1] if flies else 1 << 30  # of a step that verifies drafts
         if options.method != "ngram":
             own = draft is not None
             drafting = draft if own else with_fewer_experts(model, options.num_experts_per_tok or 1)

@@ -49,7 +49,7 @@ class Speculator(Plain):
         self.max_model_len, self.clock = max_model_len, clock
         self.adaptive, self.most = options.adaptive, options.num_speculative_tokens
         metrics.drafts_at, metrics.accepted_at = [0] * self.most, [0] * self.most
-        self.depth = Depth(self.most, routes.most_visits)
+        self.depth = Depth(self.most, routes.most_visits, proposer.most_tokens)
         self._began: float | None = None  # when the step began; None if that was behind the one before
         self._finished: float | None = None  # when the one before was over
         self._verifying: float | None = None  # when its drafts were there
@@ -58,6 +58,7 @@ class Speculator(Plain):
         self._drafting = 0.0  # seconds that went into them
         self._visited = self._counted = 0  # experts visited in so many steps
         self._due = False  # whether those of this step are to be counted
+        self._ahead = False  # whether steps without drafts have run ahead
 
     # Before the forward pass
 
@@ -86,10 +87,12 @@ class Speculator(Plain):
                 able.append(seq)
                 limits.append(limit)
         if able:
-            known, learns = [self._acceptance(seq) for seq in able], decoding == len(running)
-            rates, evidence = [one.rate for one in known], [one.evidence for one in known]
-            others = decoding - len(able) + fixed
-            depths = self.depth.choose(rates, limits, others, evidence=evidence, learns=learns)
+            others, learns = decoding - len(able) + fixed, decoding == len(running)
+            depths = self.depth.kept(limits, others)
+            if depths is None:
+                known = [self._acceptance(seq) for seq in able]
+                rates, evidence = [one.rate for one in known], [one.evidence for one in known]
+                depths = self.depth.choose(rates, limits, others, evidence=evidence, learns=learns)
             for seq, depth in zip(able, depths):
                 seq.num_drafts = depth
 
@@ -262,7 +265,10 @@ class Speculator(Plain):
         """The step is over: its time and its experts teach what a step of so many tokens costs. followed: the next one runs
         already, without drafts; to count the experts of this one would be to wait for it."""
         began, now = self._finished if self._began is None else self._began, self.clock()
-        known = self._verifying is None and self.depth.knows_enough()
+        # Where plain steps run ahead, one that did not is a rare and dearer kind.
+        self._ahead = self._ahead or followed
+        plain, fresh = self._verifying is None, self._began is not None
+        known = plain and (self.depth.knows_enough() or (fresh and self._ahead))
         if self.adaptive and began is not None and not known and all(map(_decodes, chunks)):
             experts = self._count() if self._due and not followed else None
             self.depth.steps.observe(len(chunks), tokens, experts, now - began - self._drafting)
