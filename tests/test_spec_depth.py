@@ -63,6 +63,18 @@ def test_batches_of_another_size_have_times_of_their_own():
     assert steps.seconds(9, np.array([128]))[0] == few  # the nearest that is known
 
 
+def test_a_rare_step_counts_while_there_is_no_other():
+    """Its experts count all the same: without them nothing of that size would be remembered."""
+    steps = CostModel()
+    steps.observe(4, 4, 9.0, 0.03, rare=True)
+    assert 4 in steps
+    assert steps.seconds(4, np.array([4]))[0] > 0.01
+    for _ in range(6):
+        steps.observe(4, 4, None, 0.01)
+        steps.observe(4, 4, None, 0.03, rare=True)
+    assert steps.seconds(4, np.array([4]))[0] == pytest.approx(0.01, rel=0.05)
+
+
 def test_costs_are_never_negative():
     steps = taught(lambda n: 0.01 - 0.0001 * n)
     assert min(steps.a, steps.b, steps.c, steps.d) >= 0

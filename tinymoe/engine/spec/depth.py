@@ -164,7 +164,8 @@ class Depth:
         self._trials = [uniform, 0, 0]
         if speed_PD[passes].max() < WORTH_A_TRY * speed_PD.flat[best]:
             able = [i for i, limit in enumerate(limits) if limit][: max(1, len(limits) // LOOKED_AT)]
-            depths = [min(limit, passes) if i in able else 0 for i, limit in enumerate(limits)]
+            few = min(passes, room // len(able))
+            depths = [min(limit, few) if i in able else 0 for i, limit in enumerate(limits)]
             self._trials = [0, 0]
         at = int(speed_PD[passes].argmax())
         steps = len(self._trials) - 1

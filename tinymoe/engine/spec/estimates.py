@@ -127,21 +127,26 @@ class CostModel:
         """Whether the experts of a step of n tokens have been counted."""
         return _near(n) in self._experts
 
-    def observe(self, sequences: int, n: int, experts: float | None, seconds: float) -> None:
+    def observe(
+        self, sequences: int, n: int, experts: float | None, seconds: float, rare: bool = False
+    ) -> None:
         """A step of n tokens, newest ones of so many sequences and drafts, visited so many distinct experts (summed over
-        layers; None: as many as before) and took so long."""
+        layers; None: as many as before) and took so long. rare: it was an unusual one of its kind, whose time counts only
+        while there is no other."""
         kind, n = (sequences.bit_length(), n > sequences), _near(n)
         if experts is not None:
             known = self._experts.get(n, experts)
             self._experts[n] = 0.8 * known + 0.2 * experts
         elif n not in self._experts:
             return
+        if rare and kind in self._times:
+            return
         times = self._times.setdefault(kind, {}).setdefault(n, Times())
         if len(times) >= MEMORY // 2:
             self.pace.follow(seconds, times.middle * self.pace.slow)
         times.add(seconds / self.pace.slow)
         self._new += 1
-        if len(times) == 1 or self._new >= REFIT:
+        if len(times) <= 2 or self._new >= REFIT:
             self._new = 0
             self._fit()
 

@@ -265,13 +265,16 @@ class Speculator(Plain):
         """The step is over: its time and its experts teach what a step of so many tokens costs. followed: the next one runs
         already, without drafts; to count the experts of this one would be to wait for it."""
         began, now = self._finished if self._began is None else self._began, self.clock()
-        # Where plain steps run ahead, one that did not is a rare and dearer kind.
         self._ahead = self._ahead or followed
         plain, fresh = self._verifying is None, self._began is not None
-        known = plain and (self.depth.knows_enough() or (fresh and self._ahead))
+        known = plain and self.depth.knows_enough()
         if self.adaptive and began is not None and not known and all(map(_decodes, chunks)):
             experts = self._count() if self._due and not followed else None
-            self.depth.steps.observe(len(chunks), tokens, experts, now - began - self._drafting)
+            seconds = now - began - self._drafting
+            rare = (
+                plain and fresh and self._ahead
+            )  # where plain steps run ahead, one that did not took longer
+            self.depth.steps.observe(len(chunks), tokens, experts, seconds, rare)
             self.depth.took(now - began)
         if self.adaptive and followed:
             self.depth.skip()
