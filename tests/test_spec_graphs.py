@@ -95,6 +95,20 @@ def test_steps_run_ahead_only_where_nothing_is_proposed():
     assert fixed.runner.graphs.followed < one.runner.graphs.followed
 
 
+def test_at_rest_a_batch_of_any_size_runs_ahead():
+    """Also one that was never seen before."""
+    one = flying("moe", "draft", spec={"adaptive": True, "num_speculative_tokens": 3}, buckets=(1, 2, 5, 24))
+    depth = one.spec.depth
+    for n in (1, 4) * 4:
+        depth.steps.observe(1, n, 3.0, 0.01 * n)  # n tokens cost n steps
+    depth._met, depth._asleep, depth._pause = set(range(9)), True, 10**6
+    for i in (1, 2, 3):
+        one.add_request(str(i), cases("moe")[i].prompt, GREEDY.clone(max_tokens=60, ignore_eos=True))
+    finish(one)
+    assert one.metrics.draft_tokens == 0
+    assert one.runner.graphs.followed > 40
+
+
 def test_nothing_follows_a_verification(monkeypatch):
     """Which token comes next depends on how many drafts stay, even where the speculator sees no drafts coming."""
     one = flying("moe", "itself", spec={"num_speculative_tokens": 2})

@@ -215,15 +215,16 @@ class Depth:
 
     def rests(self, n: int) -> bool:
         """Whether the next step will surely propose nothing, whatever the tokens of this one of n tokens are."""
-        if n not in self.steps:
-            return False
         if self._trials:
-            return self._trials[0] == 0
+            return n in self.steps and self._trials[0] == 0
         return self.dozes(n)
 
     def dozes(self, sequences: int) -> bool:
-        """Whether nothing is proposed in the next step, and nobody needs to ask: see skip()."""
-        if not self._asleep or self._trials or sequences.bit_length() not in self._met:
+        """Whether nothing is proposed in the next step, and nobody needs to ask: see skip(). What is new is met awake: its
+        experts have to be counted, which a step that runs ahead cannot do."""
+        if not self._asleep or self._trials or sequences not in self.steps:
+            return False
+        if sequences.bit_length() not in self._met:
             return False
         since = self._since + 1
         return since < self._pause and not (self._wakes and since % DOZE == 0)
