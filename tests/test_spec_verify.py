@@ -5,11 +5,13 @@ Judge: the joint distribution of two tokens in closed form, by chi-square.
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import finish, tokens_of
 
 from tinymoe.core.config import EngineConfig
+from tinymoe.core.metrics import EngineMetrics
 from tinymoe.core.model_config import LayerConfig, ModelConfig, MoEConfig
 from tinymoe.core.params import SamplingParams
 from tinymoe.engine.engine import Engine
@@ -199,3 +201,32 @@ def test_tokens_of_the_engine_have_the_plain_distribution(pair, method):
     assert abs(z_of(counts.flatten(), wanted.flatten(), n)) < 4
     m = one.get_metrics()
     assert 0 < m["accepted_tokens"] < m["draft_tokens"]
+
+
+def test_leading_runs_are_counted_as_by_a_loop():
+    generator = np.random.default_rng(4)
+    for _ in range(200):
+        counts = generator.integers(0, 6, generator.integers(1, 9)).tolist()
+        kept = [generator.random(count) < 0.7 for count in counts]
+        wanted = [next((i for i, one in enumerate(part) if not one), len(part)) for part in kept]
+        assert verify.leading_runs(np.concatenate(kept), counts) == wanted
+    assert verify.leading_runs(np.zeros(0, dtype=bool), []) == []
+
+
+def test_verifications_are_counted_place_by_place():
+    """By a loop over made-up verifications (drafted, accepted)."""
+    generator, metrics, most = np.random.default_rng(6), EngineMetrics(), 5
+    metrics.drafts_at, metrics.accepted_at = [0] * most, [0] * most
+    drafts_at, accepted_at, drafted, accepted = [0] * most, [0] * most, 0, 0
+    for _ in range(20):
+        pairs = [(k, int(generator.integers(0, k + 1))) for k in generator.integers(1, most + 1, 7).tolist()]
+        lengths = [[sum(pair[side] == k for pair in pairs) for k in range(most + 1)] for side in (0, 1)]
+        metrics.count_drafts(*lengths)
+        for k, kept in pairs:
+            drafted, accepted = drafted + k, accepted + kept
+            for i in range(k):
+                drafts_at[i] += 1
+                accepted_at[i] += i < kept
+    assert (metrics.drafts_at, metrics.accepted_at) == (drafts_at, accepted_at)
+    assert (metrics.draft_tokens, metrics.accepted_tokens) == (drafted, accepted)
+    assert (metrics.verifications, metrics.verified_tokens) == (140, 140 + accepted)
