@@ -27,7 +27,8 @@ COUNTED = 8  # steps between two whose experts are counted, where that waits for
 class Options(NamedTuple):
     """What a step could do: the first d + 1 drafts in order of their chance, of those that P passes of the draft reach.
 
-    [P, D] all: whether draft d is among those of p passes, how many drafts that makes, and their tokens per second.
+    [P, D] all: whether draft d is among those of p passes, how many drafts that makes, and the step's expected tokens and its
+    seconds.
     """
 
     taken_PD: np.ndarray
