@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tinymoe.cache.blocks import BlockManager
@@ -188,6 +188,7 @@ BASES = [[7] * 40, [7] * 8 + [8] * 32, list(range(40))]
 
 @settings(max_examples=100)
 @given(seed=st.integers(0, 2**32))
+@example(seed=108439)  # twins were held back after others had been told that there are no pages beside them
 def test_random_lives(seed):
     r = random.Random(seed)
     size = r.choice([1, 2, 4, 5])

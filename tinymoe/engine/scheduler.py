@@ -105,7 +105,10 @@ class Scheduler:
             candidates = reading + self._candidates(budget)
             tokens = self._share(budget, candidates)
             chunks = _chunks(candidates, tokens)
-            if not self._hold_twins(candidates, tokens) and self._have_pages(decodes, chunks):
+            if self._hold_twins(candidates, tokens):
+                # For whom there were no pages beside them, there may be now.
+                self._waits = {seq: why for seq, why in self._waits.items() if why[0] != NO_PAGES}
+            elif self._have_pages(decodes, chunks):
                 return chunks
 
     def _candidates(self, budget: int) -> list[Candidate]:
