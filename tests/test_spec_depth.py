@@ -228,6 +228,28 @@ def test_a_step_with_drafts_stays_within_what_a_graph_takes(room):
     assert max(seen) >= 0.8 * room
 
 
+@pytest.mark.parametrize(("requests", "room"), [(8, 3), (40, 10), (70, 12), (5, 0), (5, -3)])
+def test_where_there_is_no_room_for_all_some_are_tried(requests, room):
+    """At rest, too, with drafts that have become good; and never more than the room."""
+    depth = Depth(4, most_tokens=requests + room)
+    depth.acceptance.seen = 200.0  # all of them were rejected
+    chosen = live(depth, lambda step: 0.99, lambda n: 0.01 + 1e-6 * n, 600, requests, pass_seconds=1e-5)
+    drafted = [sum(depths) for depths, _, _ in chosen]
+    assert max(drafted) <= max(0, room)
+    if room > 0:
+        assert np.mean(drafted[-100:]) > 0.8 * room
+        some = depth.choose([0.9] * 8, [0, 0, 0, 1, 0, 8, 0, 2])
+        assert some[0] == some[1] == some[2] == some[4] == some[6] == 0
+
+
+def test_a_coarse_clock_and_one_that_is_set_back_harm_nobody():
+    steps = CostModel()
+    for i, seconds in enumerate([0.016, 0.0, 0.0, -0.5, 0.0, 0.016, 0.0, 0.0, 0.032, -1e-3] * 5):
+        steps.observe(1, 1 + i % 3, 3.0, seconds)
+    assert np.isfinite(steps.seconds(1, np.arange(1, 9))).all()
+    assert (steps.seconds(1, np.arange(1, 9)) > 0).all()
+
+
 def test_a_choice_holds_for_a_few_steps_like_the_first():
     depth = chooser(pass_seconds=0.0001)
     chosen = depth.choose([0.7] * 3, [6, 6, 2])

@@ -65,7 +65,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         metavar="JSON",
         help='speculative decoding, as in {"method": "ngram", "num_speculative_tokens": 4} '
-        "(default: none; the options of SpeculativeConfig)",
+        "(the options of SpeculativeConfig)",
     )
 
 

@@ -45,9 +45,9 @@ class RequestMetrics:
 class EngineMetrics:
     """Totals since the engine started.
 
-    draft_tokens were proposed, accepted_tokens of them kept. verify_steps checked drafts, for verifications sequences,
-    which got verified_tokens tokens in verify_seconds (forward and sampling). drafts_at[i] and accepted_at[i] count the
-    drafts at place i.
+    draft_tokens were proposed, accepted_tokens of them kept. verify_steps checked drafts, for verifications sequences, and
+    found verified_tokens tokens for them in verify_seconds (forward and sampling); what lies behind an end counts, too.
+    drafts_at[i] and accepted_at[i] count the drafts at place i.
     """
 
     steps: int = 0

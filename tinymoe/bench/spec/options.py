@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=[0, 1, 2, 4, 8],
         metavar="N",
-        help="fixed depths; the largest is also the most that adaptive depth takes",
+        help="fixed depths (0: could draft, and does not, as a placebo); the largest is also the most that adaptive depth takes",
     )
     add("--no-adaptive", action="store_true", help="fixed depths only")
     add("--tokens", type=int, default=48, help="tokens timed per request, as a mean")

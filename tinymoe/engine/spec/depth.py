@@ -76,15 +76,14 @@ class Depth:
         the order of the chance that they are reached and kept; what promises the most expected tokens per second of the
         whole step is taken.
         """
-        if not any(limits):
-            return [0] * len(limits)
         S = len(limits)
+        room = self.most_tokens - S - others
+        if not any(limits) or room <= 0:
+            return [0] * S
         if learns:
             self._meet(S, others)
-        room = self.most_tokens - S - others
         if self._trials or not len(self.steps):
-            depth = self._trials.pop(0) if self._trials and learns else 0
-            return [min(depth, limit, max(0, room // S)) for limit in limits]
+            return _uniform(self._trials.pop(0) if self._trials and learns else 0, limits, room)
         self._since += 1
         sequence_D = np.repeat(np.arange(S), limits)
         place_D = np.concatenate([np.arange(limit) for limit in limits]) + 1
@@ -159,15 +158,12 @@ class Depth:
         there is not much to read."""
         speed_PD = options.speed_PD
         passes = 1 + int(speed_PD[1:].max(1).argmax())
-        room = max(0, self.most_tokens - int(options.tokens_PD.flat[0]))
-        uniform = min(passes, room // len(limits))
-        depths = [min(limit, uniform) for limit in limits]
-        self._trials = [uniform, 0, 0]
+        room = self.most_tokens - int(options.tokens_PD.flat[0])
+        depths, self._trials = _uniform(passes, limits, room), [passes, 0, 0]
         if speed_PD[passes].max() < WORTH_A_TRY * speed_PD.flat[best]:
             able = [i for i, limit in enumerate(limits) if limit][: max(1, len(limits) // LOOKED_AT)]
-            few = min(passes, room // len(able))
-            depths = [min(limit, few) if i in able else 0 for i, limit in enumerate(limits)]
-            self._trials = [0, 0]
+            few = [limit if i in able else 0 for i, limit in enumerate(limits)]
+            depths, self._trials = _uniform(passes, few, room), [0, 0]
         at = int(speed_PD[passes].argmax())
         steps = len(self._trials) - 1
         self._wait(options, best, options.seconds_PD[passes, at], options.tokens_PD[passes, at], steps)
@@ -236,3 +232,14 @@ class Depth:
             self._trials.pop(0)
         else:
             self._since += 1
+
+
+def _uniform(depth: int, limits: Seq[int], room: int) -> list[int]:
+    """As near to this depth for all as limits and room let it be; where there is no room for all, the first get one each."""
+    able = sum(limit > 0 for limit in limits)
+    depth = min(depth, max(1, room // max(1, able)))
+    depths = [min(depth, limit) for limit in limits]
+    if sum(depths) > room:
+        before = np.cumsum(depths) - depths
+        depths = np.minimum(depths, np.maximum(0, room - before)).tolist()
+    return depths

@@ -11,6 +11,7 @@ MEMORY = 8  # times remembered of each kind of step; their median counts
 PACE, CLIP = 0.05, 0.2  # how fast the pace follows one step, and how far off at most that is taken to be
 FADE = 0.97  # weight of an examined draft against the next one: easy and hard stretches of a text take turns
 REFIT = 24  # times between two fits
+LEAST = 1e-9  # seconds: a coarse clock may see none, one that is set back fewer
 
 
 class Acceptance:
@@ -88,7 +89,7 @@ class Times:
         return len(self._known)
 
     def add(self, seconds: float) -> None:
-        self._known.append(max(seconds, 1e-9))
+        self._known.append(max(seconds, LEAST))
         self.middle = sorted(self._known)[(len(self._known) - 1) // 2]
 
 
@@ -133,7 +134,7 @@ class CostModel:
         """A step of n tokens, newest ones of so many sequences and drafts, visited so many distinct experts (summed over
         layers; None: as many as before) and took so long. rare: it was an unusual one of its kind, whose time counts only
         while there is no other."""
-        kind, n = (sequences.bit_length(), n > sequences), _near(n)
+        kind, n, seconds = (sequences.bit_length(), n > sequences), _near(n), max(seconds, LEAST)
         if experts is not None:
             known = self._experts.get(n, experts)
             self._experts[n] = 0.8 * known + 0.2 * experts
@@ -189,7 +190,7 @@ class CostModel:
         line = self.a + self.b * self.experts(n) + self.c * n + self.d * drafts
         size = sequences.bit_length()
         off = np.where(drafts, self._off(size, True, n), self._off(size, False, n))
-        return self.pace.slow * np.maximum(line + off, 1e-9)
+        return self.pace.slow * np.maximum(line + off, LEAST)
 
     def _off(self, size: int, drafts: bool, n: np.ndarray) -> np.ndarray:
         """As steps of this kind are off the line, or of the nearest size that has been seen."""

@@ -69,6 +69,7 @@ class Speculator(Plain):
             for seq in running:
                 seq.num_drafts, seq.draft_token_ids = 0, []
             self.depth.skip()
+            self.proposer.q = {}
             return
         self._due = self.adaptive and (not self.routes.waits or self.depth.counts_experts())
         if self._due and self._counted != self.routes.routed_steps:
